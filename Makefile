@@ -179,7 +179,7 @@ test-grading: setup  ## nbgrader and course grade on all chapters: right, untouc
 	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"
 	$(RUN) -m pytest -rs tests/test_grading.py
 
-test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 0 to 3, against one process
+test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 1 to 3, against one process
 	@$(RUN) -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,deepspeed]"
 	$(RUN) -m pytest -rs tests/native/test_deepspeed.py tests/plan/test_plan_export.py
 

@@ -12,7 +12,8 @@ from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
 from course_lib.model import moe_layers, with_moe
 from course_lib.model.moe import balance_after_step, recomputing
-from course_lib.parallel import five_d, whole
+from course_lib.parallel import engine as engines
+from course_lib.parallel import five_d
 from course_lib.training import loss_of
 from course_lib.training.precision import gradient_of
 
@@ -88,23 +89,23 @@ def on_ranks(name, text, steps=2, clip_norm=0.1):
     """The same under a layout, as one rank sees it."""
     config, layout = CONFIGS[name], Layout.parse(text)
     engine = five_d.build(config, layout, dtype=torch.float64)
-    optimizer = five_d.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     losses, norms, routings = [], [], []
     meter = ByteMeter(axes=engine.axes)
     for step in range(steps):
         batches = micro_batches(layout, engine.groups.coordinates["dp"], config, step)
         if step == 0:  # a step in its parts, to see the gradients before they are clipped
-            losses.append(five_d.accumulate_gradients(engine, batches).item())
-            first, apart = whole.full_gradients(engine), 0.0
+            losses.append(engines.accumulate_gradients(engine, batches).item())
+            first, apart = engines.full_gradients(engine), 0.0
             if layout.zero_stage == 0:
                 apart = distance_of_mine(engine, first)
-            norms.append(five_d.clip_gradients(engine, clip_norm).item())
-            five_d.update(engine, optimizer)
+            norms.append(engines.clip_gradients(engine, clip_norm).item())
+            engines.update(engine, optimizer)
         else:
             with meter, listening(engine, routings):
-                losses.append(five_d.step(engine, batches, optimizer, clip_norm).item())
+                losses.append(engines.step(engine, batches, optimizer, clip_norm).item())
     shapes = {name: tuple(param.shape) for name, param in five_d.named_parameters(engine).items()}
-    last = whole.full_parameters(engine)
+    last = engines.full_parameters(engine)
     if engine.groups.world.rank() > 0:
         first = last = None
     return Found(losses, norms, first, last, apart, shapes, meter.by_axis, routings)

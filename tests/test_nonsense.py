@@ -39,7 +39,6 @@ from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
-from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
@@ -465,18 +464,16 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
-        "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
+        "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
+        "show_ring": {"values": RANKS, "moments": [0]},
+        "show_mesh": {},
+        "show_node": {"host": link("pcie5")},
     },
-    "plots.node": {"show_node": {"host": link("pcie5")}},
-    "plots.ring": {"show_ring": {"values": RANKS, "moments": [0]}},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
-    "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
-    "plots.tokens": {
-        "show_cut": {},
+    "plots.context": {
+        "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
         "show_merge": {"outputs": [12.0, 30.0], "weights": [2.0, 6.0]},
-        "show_gradient_ring": {},
-        "show_chunks": {},
-        "show_heads_for_tokens": {},
+        "show_work": {"shardings": ["zigzag"]},
         "show_documents": {"lengths": [2, 2], "cuts": {"contiguous": [[0, 1], [2, 3]]}},
     },
     "plots.curves": {
@@ -498,8 +495,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "plots.data_parallel": {
         "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
-        "backward_on_streams": {},
-        "show_streams": {"spans": backward_on_streams()},
+        "show_gathered": {"names": ["embedding", "block 0"]},
     },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4], "experts_per_rank": 2},
@@ -513,17 +509,13 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_sorted_rows": {"expert_Tk": [[0, 1], [1, 3]]},
         "grouped_share_of_peak": {"rows": 8.0},
         "show_rows_per_expert": {"points": {"one": 8.0}},
-    },
-    "plots.expert_ranks": {
         "show_travelling_rows": {"expert_Tk": [[[0, 1]], [[2, 3]]], "layout": ExpertLayout(4, 2)},
         "show_gradient_path": {"knows_gradient": True},
         "show_two_cuts": {},
         "show_owners": {},
     },
-    "plots.failures": {
-        "show_checkpoint_interval": {"intervals_s": ...},
-    },
-    "plots.hosts": {"show_two_hosts": {"rows": MEASURED}},
+    "plots.choosing": {"show_checkpoint_interval": {}, "show_two_hosts": {"rows": MEASURED}},
+    "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
     "plots.five_d": {
         "show_ranks": {},
     },
@@ -531,32 +523,21 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
     },
-    "plots.flash": {"show_tiles": {}},
-    "plots.formats": {"show_float_formats": {"names": ["bf16"]}},
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
-    "plots.matrices": {name: {} for name in ("show_linear_pair", "show_heads", "show_vocabulary")},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
-    "plots.mesh": {"show_mesh": {}},
-    "plots.tensor_block": {"show_f_and_g": {}, "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1}},
+    "plots.tensor": {
+        "show_heads": {"tp_sizes": [2, 8]},
+        "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1},
+    },
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
-    "plots.precision": {
-        "show_numbers": {"names": ["bf16"], "low": 0.98, "high": 1.03, "sum_": 1.001},
-        "show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"},
-    },
-    "plots.recompute": {"show_graph": {}},
-    "plots.sharding": {
-        "show_zero_stages": {},
-        "show_stages": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]},
-        "show_flat_shards": {"sizes": {"w": 4, "b": 2}},
-        "show_gathered": {"names": ["embedding", "block 0"]},
-    },
+    "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
     "plots.single_gpu": {
-        "show_squares": {"rows": {"fp32": {"parameters": 4}}, "caption": "1 byte"},
+        "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},
         "show_block": {},
-        "show_counters": {},
+        "show_graph": {},
     },
-    "plots.stages": {"show_live": {}, "show_stages_of_model": {"layers_of_stage": [2, 2]}},
+    "plots.stages": {"show_live": {}},
     "plots.timeline": {
         "show_overlap": {"spans": [Span(0, "compute", "forward", 0.0, 1.0)]},
         "show_step_times": {"seconds": {"dp": (1.0, 2.0)}},

@@ -18,7 +18,7 @@ from packaging.version import Version
 from course_lib.authoring import ROOT, notebook_paths
 from course_lib.authoring.readme import package_map
 from course_lib.cli.doctor import CHAPTERS
-from course_lib.plots.readme import PICTURES
+from course_lib.plots.course_map import PICTURES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from harness import largest_difference
 from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.measure import ByteMeter
+from course_lib.parallel import engine as engines
 from course_lib.training import loss_of
 
 LAYERS, ROWS, SEQ_LEN = 2, 3, 8
@@ -33,19 +34,19 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
     """Largest differences from one process: of losses, of first gradients, of parameters after 2 clipped steps."""
     reference = model.build(config, dtype=torch.float64, recompute=recompute)
     engine = module.build(model.build(config, dtype=torch.float64, recompute=recompute), dist.group.WORLD)
-    optimizer = module.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     other = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     batches = micro_batches(config, seq_len)
     found = {"loss": 0.0}
     for index in range(2):
         if index == 0:  # a step in its parts, to see the gradients before they are clipped
-            loss = module.accumulate_gradients(engine, batches)
-            gradients = module.full_gradients(engine)
-            module.clip_gradients(engine, clip_norm)
+            loss = engines.accumulate_gradients(engine, batches)
+            gradients = engines.full_gradients(engine)
+            engines.clip_gradients(engine, clip_norm)
             optimizer.step()
             engine.zero_grad()
         else:
-            loss = module.step(engine, batches, optimizer, clip_norm)
+            loss = engines.step(engine, batches, optimizer, clip_norm)
         expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
         expected_loss.backward()
         found["loss"] = max(found["loss"], abs(loss.item() - expected_loss.item()))
@@ -57,7 +58,7 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
         other.step()
         other.zero_grad()
     parameters = {name: param.detach() for name, param in reference.named_parameters()}
-    found["parameters"] = largest_difference(module.full_parameters(engine), parameters)
+    found["parameters"] = largest_difference(engines.full_parameters(engine), parameters)
     return found
 
 
@@ -66,8 +67,8 @@ def differences(module, other, config):
     losses, gradients = [], []
     for each in (module, other):
         engine = each.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
-        losses.append(each.accumulate_gradients(engine, micro_batches(config)).item())
-        gradients.append(each.full_gradients(engine))
+        losses.append(engines.accumulate_gradients(engine, micro_batches(config)).item())
+        gradients.append(engines.full_gradients(engine))
     return abs(losses[0] - losses[1]), largest_difference(*gradients)
 
 
@@ -75,5 +76,5 @@ def wire(module, config, recompute="none", seq_len=SEQ_LEN):
     """What one micro-batch sends: [(collective, numbers in the payload)], and the bytes."""
     engine = module.build(model.build(config, dtype=torch.float64, recompute=recompute), dist.group.WORLD)
     with ByteMeter() as meter:
-        module.accumulate_gradients(engine, micro_batches(config, seq_len)[1:])
+        engines.accumulate_gradients(engine, micro_batches(config, seq_len)[1:])
     return [(record.collective, record.payload_bytes // 8) for record in meter.records], meter.sent_bytes

@@ -105,27 +105,6 @@ def _observe(answer: Callable, call: Call, groups: list, groups_by_axis: dict) -
     return Seen(result, torch.equal(x, before), meter.sent_bytes, meter.by_axis, meter.calls, log.messages, log.sent)
 
 
-@dataclass(frozen=True)
-class Crossed:
-    """What one rank saw of a pair of collectives: its result and gradient, and what was sent each way."""
-
-    out: Tensor
-    grad: Tensor | None
-    sent_forward: int
-    sent_backward: int
-
-
-def cross(apply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Crossed:
-    """In a rank: x through an autograd Function, and back the gradient of its result times `weight`."""
-    x = x.requires_grad_()
-    with ByteMeter() as forward:
-        out = apply(x)
-    with ByteMeter() as backward:
-        if isinstance(out, Tensor) and out.shape == weight.shape and out.requires_grad:
-            (out * weight).sum().backward()
-    return Crossed(out, x.grad, forward.sent_bytes, backward.sent_bytes)
-
-
 # What several graders ask -------------------------------------------------------------------------------------------
 
 

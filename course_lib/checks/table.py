@@ -11,14 +11,14 @@ What is compared is what `watch` saw of a call (watch.py): {what: value}, the mo
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from course_lib.checks import core
 from course_lib.checks.core import CheckFailed, NotWritten, hang_in_words, observed, own_lines, raised_in, run_ranks
-from course_lib.checks.watch import Each, agree, call, copied, difference, shown
+from course_lib.checks.watch import Cost, Each, agree, call, copied, difference, shown
 from course_lib.launch.limits import slowness
 
 Seen = list[list[dict]]  # of one answer: seen[case][rank] is {what: value}; without ranks there is one
@@ -171,23 +171,30 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
     Told is the first wrong answer that did the same everywhere, or else the first that did the same in what is off
     first, or else the difference in the smallest case.
     """
-    off = next((spot for spot in _spots(want) if not _agree_at(got, want, spot, within=True)), None)
+    off = _first_off(got, want, _spots(want))
     if off is None:
         return None
     what, case, rank = off
     where = _where(ex, cases[case]) + (f", rank {rank} of {len(want[case])}" if ex.ranks else "")
-    there = [spot for spot in _spots(want) if spot[0] == what]
+    everywhere = list(_spots(want))
+    there = [spot for spot in everywhere if spot[0] == what]
+    # equal costs are no sign of the same mistake if something before them was off
+    until = everywhere if isinstance(_at(want, off), Cost) else there
     seen_of_wrong = of_wrong()
-    for compared in (list(_spots(want)), there):
+    for compared in (everywhere, there):
         for (message, _), seen in zip(pairs(ex.wrong), seen_of_wrong, strict=True):
-            is_off = not all(_agree_at(seen, want, spot, within=True) for spot in there)
-            if is_off and all(_agree_at(got, seen, spot) for spot in compared):
+            first = _first_off(seen, want, until)
+            if first and first[0] == what and all(_agree_at(got, seen, spot) for spot in compared):
                 return f"{message}\n({where}: {what}: {difference(_at(got, off), _at(want, off))})"
     if what == "error" and _at(got, off):
         return f"{where}: {got[case][rank]['error'].partition(chr(10))[2]}"
     why = ex.says.get(what, "")
     told = f"{where}: {what}: {difference(_at(got, off), _at(want, off))}"
     return f"{told}: {why(*cases[case]) if callable(why) else why}" if why else told
+
+
+def _first_off(seen: Seen, want: Seen, spots: Iterable[Spot]) -> Spot | None:
+    return next((spot for spot in spots if not _agree_at(seen, want, spot, within=True)), None)
 
 
 def _spots(want: Seen) -> Iterator[Spot]:

@@ -1,11 +1,15 @@
 """What graders ask of a trainer, whatever it shards: the result of one process, and no more bytes than needed."""
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.core import fail, launched, rank_errors_as_failures, run_ranks
+from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather
+from course_lib.measure import ByteMeter
 from course_lib.minimal import compare, compare_with_one_process, sent_bytes
 from course_lib.model import build
 from course_lib.training import loss_of
@@ -41,6 +45,38 @@ def expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases: 
 def micro_batches(count: int) -> str:
     """A number of micro-batches in words."""
     return f"{count} micro-batch{'es' * (count > 1)}"
+
+
+# What a table watches of a trainer, on each rank --------------------------------------------------------------------
+
+
+def trained(trainer: type, num_micro_batches: int) -> dict:
+    """Watch how far parameters are from one process's, after SGD, which shows a wrong factor, and once after AdamW."""
+    seen, optimizers = {}, [("one step of SGD", compare.sgd, 1), ("two steps of AdamW", compare.adamw, 2)]
+    for what, make_optimizer, steps in optimizers[: 2 if num_micro_batches == 1 else 1]:
+        made = trainer(build(compare.CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
+        for step in range(steps):
+            made.backward(compare.micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
+            made.update()
+        full, right = made.full_parameters(), _one_process(make_optimizer, steps)
+        seen[f"parameters less one process's, after {what} with {micro_batches(num_micro_batches)}"] = {
+            name: (param - right[name]).detach() if name in right else param.detach() for name, param in full.items()
+        }
+    return seen
+
+
+@cache
+def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
+    return compare._one_process(compare.CONFIG, make_optimizer, steps)
+
+
+def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:
+    """Watch the bytes that a step sends, with parameters and gradients in bfloat16."""
+    made = trainer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
+    with ByteMeter() as meter:
+        made.backward(compare.micro_batches_of_rank(0, num_micro_batches, trainer=trainer))
+        made.update()
+    return Cost(meter.sent_bytes, 0.01 * meter.sent_bytes)
 
 
 # Which gradient a wrong trainer used: what a step of SGD took away, divided by the learning rate ----------------------

@@ -16,8 +16,8 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import Results, launch
 from course_lib.measure.meter import ByteMeter
-from course_lib.parallel.data import assign_buckets, build, trainable
-from course_lib.parallel.engine import update
+from course_lib.parallel.data import assign_buckets, build
+from course_lib.parallel.engine import trainable, update
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import data, loss_of
 

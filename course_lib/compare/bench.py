@@ -32,6 +32,7 @@ from course_lib.parallel import pipeline as parallel_pipeline
 from course_lib.parallel import sequence as parallel_sequence
 from course_lib.parallel import tensor as parallel_tensor
 from course_lib.parallel import zero as parallel_zero
+from course_lib.parallel.engine import accumulate_gradients
 from course_lib.validate import LARGEST_SIZE, whole
 
 
@@ -90,7 +91,7 @@ def times(technique: str, rounds: int) -> list[tuple[float, float]]:
         for side in (0, 1) if index % 2 else (1, 0):
             dist.barrier(group)
             start_s = time.perf_counter()
-            modules[side].accumulate_gradients(engines[side], micro_batches)
+            accumulate_gradients(engines[side], micro_batches)
             seconds[side] = time.perf_counter() - start_s
             engines[side].zero_grad()
         measured.append((seconds[0], seconds[1]))

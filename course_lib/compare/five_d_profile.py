@@ -14,6 +14,7 @@ from course_lib.measure.meter import ByteMeter
 from course_lib.measure.tracker import KINDS, MemoryTracker
 from course_lib.memory.budget import Budget, budgets, states_of
 from course_lib.model.moe import MoE
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.traffic import sent
@@ -135,7 +136,7 @@ def _one_rank(
 ) -> Seen:
     """One step under the tracker, one under the meter: each sees every operator, so they do not share a step."""
     engine = five_d.build(config, layout, dtype=dtypes[0], grad_dtype=dtypes[1])
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     text_T, choices = data.tokens(20_000) % config.vocab_size, []
     dp_rank = engine.groups.dp.rank()
     micro_batches = [
@@ -143,11 +144,11 @@ def _one_rank(
         for index in range(layout.micro_batches)
     ]
     with MemoryTracker(engine, optimizer) as tracker:
-        five_d.step(engine, micro_batches, optimizer)
+        engines.step(engine, micro_batches, optimizer)
     for moe in (module for module in engine.modules() if isinstance(module, MoE)):
         moe.router.register_forward_hook(lambda *call: choices.append(call[-1]))
     with ByteMeter(axes=engine.axes) as meter:
-        five_d.step(engine, micro_batches, optimizer)
+        engines.step(engine, micro_batches, optimizer)
     kept = [torch.where(one.kept_Tk, one.expert_Tk, -1) for one in choices]
     kept = first_times(kept) if layout.recompute == "full" else kept
     columns = tracker.timeline.bytes_by_kind

@@ -21,6 +21,7 @@ from course_lib.hardware import gpu_of_device, link
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.model import build
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.span import Span, busy
 from course_lib.timing import bus_bandwidth, fastest
@@ -127,11 +128,11 @@ def modelled(name: str, num_gpus: int, device_name: str) -> str:
 def time_layout(layout: Layout) -> str:
     """Time steps of the layout with parameters and gradients in BF16."""
     engine = five_d.build(DENSE, layout, dtype=torch.bfloat16)
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64, device=rank_device())
     micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
-    seconds = median_s(lambda: five_d.step(engine, micro_batches, optimizer))
-    spans = profiled(lambda: five_d.step(engine, micro_batches, optimizer))
+    seconds = median_s(lambda: engines.step(engine, micro_batches, optimizer))
+    spans = profiled(lambda: engines.step(engine, micro_batches, optimizer))
     return f"{speed(f'{layout}', seconds, layout.sequences_per_step * SEQ_LEN)}; {overlap(spans)}"
 
 

@@ -15,6 +15,7 @@ from course_lib.labs.table import SUMMED_BYTES, SUMMED_BYTES_ON_CPU, lab_named
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
 from course_lib.minimal.ring import all_reduce_through_rank_0, ring_all_reduce
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.validate import Size, checked
 
@@ -52,17 +53,17 @@ def measure_layout(config: ModelConfig, layout: Layout, seq_len: int, rounds: in
     """Train with parameters and gradients in BF16 and FP32 master weights."""
     world, device = dist.group.WORLD, rank_device()
     engine = five_d.build(config, layout, dtype=torch.bfloat16)
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     dp_rank = engine.groups.dp.rank()
     micro_batches = [
         tokens_of(config, layout.micro_batch, seq_len, seed=dp_rank * layout.micro_batches + index)
         for index in range(layout.micro_batches)
     ]
     with ByteMeter() as meter:
-        five_d.step(engine, micro_batches, optimizer)
+        engines.step(engine, micro_batches, optimizer)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = timed(lambda: five_d.step(engine, micro_batches, optimizer), rounds, world)
+    seconds = timed(lambda: engines.step(engine, micro_batches, optimizer), rounds, world)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     step_s, sent_bytes = slowest_s(seconds), comm.all_gather_json(meter.sent_bytes, world)[0]
     return {

@@ -19,7 +19,8 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
 from course_lib.model import MoE, build
-from course_lib.parallel import five_d, sums, whole
+from course_lib.parallel import engine as engines
+from course_lib.parallel import five_d, sums
 from course_lib.run import Run
 from course_lib.traffic import sent
 from course_lib.training import loss_of
@@ -132,8 +133,8 @@ def _group(engine: five_d.FiveD, axis: str) -> dist.ProcessGroup:
 def _gradients(axes_of: Rule, text: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     engine = _engine(CONFIG, Layout.parse(text))
     _step(engine, axes_of, 0)
-    kinds = {name: _kind(name, engine.layout) for name in whole.full_gradients(engine)}
-    return whole.full_gradients(engine), kinds
+    kinds = {name: _kind(name, engine.layout) for name in engines.full_gradients(engine)}
+    return engines.full_gradients(engine), kinds
 
 
 def _kind(name: str, layout: Layout) -> str:
@@ -156,10 +157,10 @@ def _sent(text: str) -> tuple[dict[str, int], list[Tensor]]:
     """Bytes by axis in one step, and whom this rank's tokens chose."""
     layout, chosen = Layout.parse(text), []
     engine = five_d.build(CONFIG, layout)
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     for module in engine.modules():
         if isinstance(module, MoE):
             module.router.register_forward_hook(lambda _module, _args, out: chosen.append(out.expert_Tk))
     with ByteMeter(axes=engine.axes) as meter:
-        five_d.step(engine, _micro_batches(layout, engine.groups.coordinates["dp"]), optimizer)
+        engines.step(engine, _micro_batches(layout, engine.groups.coordinates["dp"]), optimizer)
     return meter.by_axis, chosen

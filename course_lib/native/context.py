@@ -1,4 +1,4 @@
-"""Context parallelism as PyTorch ships it: a ring of key/value blocks. Read beside parallel/ring.py and context.py.
+"""Context parallelism as PyTorch ships it: a zigzag ring of key/value blocks. Read beside parallel/ring.py, context.py.
 
 Two ways in, both still experimental in PyTorch:
 
@@ -7,24 +7,8 @@ Two ways in, both still experimental in PyTorch:
     on a CPU    that has no rule for the CPU's flash kernel. But its ring is a template that takes any kernel that gives
                 the log-sum-exp, and the CPU's does: `_templated_ring_attention`, a private name
 
-What its options are in the from-scratch code:
-
-    enable_load_balance      sequence_sharding="zigzag"; without it "contiguous", where blocks wholly masked are skipped
-    rotate_method            "alltoall": method="ring", a ring step as an all-to-all in which each rank sends to one
-                             other; "allgather", PyTorch's default: method="all_gather" for keys and values. Gradients
-                             of keys and values travel in ring steps under both
-    convert_to_f32           merge_dtype: parts are merged, and gradients travel, in float32. Off here for float64
-
-What differs from scratch:
-
-    gradients of k and v     travel all the way home, cp ring steps: with them goes what the home rank adds itself (cp -
-                             1)
-    fewer key/value heads    on a CPU they travel as they are; on a GPU they are repeated first, since not every kernel
-                             that `context_parallel` may choose takes fewer
-    next block               asynchronous as well; PyTorch joins key and value into one message, a copy at every ring
-                             step
-    gradients of weights     nothing is shipped: one all-reduce, as from scratch
-    striped sequence sharding, heads exchanged for tokens (Ulysses), a mesh of both: not there
+Gradients of keys and values travel all the way home: with them goes what the home rank adds itself. From scratch they
+travel cp - 1 steps.
 
 Bytes    a layer, k and v of 2 B K s H elements together: cp - 1 times that forward; backward cp - 1 times again, and cp
          times in the dtype in which gradients are summed
@@ -52,23 +36,10 @@ from course_lib.layout.sequence_sharding import check_context
 from course_lib.parallel.engine import (
     MicroBatches,
     ModelEngine,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
 )
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tensor import sum_gradients
 
-__all__ = [
-    "ContextParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
-    "make_optimizer", "step",
-]  # fmt: skip
-
-SEQUENCE_SHARDINGS = ("contiguous", "zigzag")  # whether PyTorch balances the load
-ROTATE_METHODS = {"alltoall": _RotateMethod.ALL_TO_ALL, "allgather": _RotateMethod.ALL_GATHER}
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that give the log-sum-exp
@@ -80,13 +51,14 @@ GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # th
 class ContextParallel(ModelEngine):
     """The whole model on every rank, which takes its part of each sequence; attention is PyTorch's ring."""
 
-    def __init__(self, module: nn.Module, group: Group, sequence_sharding: str, rotate_method: str) -> None:
+    def __init__(self, module: nn.Module, group: Group) -> None:
         super().__init__(module)
-        self.cp_group, self.sequence_sharding, self.rotate_method = group, sequence_sharding, rotate_method
+        self.cp_group = group
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Forward and backward of each micro-batch, both inside of the cut: on a GPU backward is a ring too."""
-        check_micro_batches(self, micro_batches)
+        for x_BS, _ in micro_batches:  # before anything is sent
+            check_context(x_BS.shape[1], self.cp_group.size(), "zigzag")
         num_tokens, losses = self.count_tokens(micro_batches), []
         for x_BS, y_BS in micro_batches:
             cut = cut_by_pytorch if x_BS.is_cuda else cut_by_hand
@@ -104,39 +76,20 @@ class ContextParallel(ModelEngine):
         return comm.all_reduce(share, self.cp_group)
 
 
-def build(
-    model: nn.Module, group: Group, sequence_sharding: str = "zigzag", rotate_method: str = "alltoall"
-) -> ContextParallel:
+def build(model: nn.Module, group: Group) -> ContextParallel:
     """Sets each block's attention core, in place; every rank must bring the same weights.
 
     Bytes    none
-    Raises   ValueError for a model, sequence sharding or rotate_method that PyTorch's ring does not know
+    Raises   ValueError for a model that PyTorch's ring does not know
     """
     check_group(group, "build")
-    check_model(model, sequence_sharding, rotate_method)
-    engine = ContextParallel(model, group, sequence_sharding, rotate_method)
+    config = model.config
+    if config.family not in ("llama", "gpt") or config.dropout > 0 or config.moe is not None or config.mla is not None:
+        raise ValueError(f"PyTorch's ring takes llama and gpt without dropout, experts, mla; {config.name} is another")
+    engine = ContextParallel(model, group)
     for block in model.blocks:
         block.attention.core = on_a_gpu if model.embed.weight.is_cuda else ring_core(engine)
     return engine
-
-
-def check_model(model: nn.Module, sequence_sharding: str, rotate_method: str) -> None:
-    """Raises ValueError for what this engine does not know, before anything is changed."""
-    if model.config.family not in ("llama", "gpt"):
-        raise ValueError(f"family is {model.config.family!r}; context parallelism here knows llama and gpt")
-    if model.config.dropout > 0:
-        raise ValueError(f"dropout is {model.config.dropout}: PyTorch's ring has none; use 0")
-    if model.config.moe is not None:
-        raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
-    if model.config.mla is not None:
-        raise ValueError("the model has latent attention (mla), whose values this ring does not pad; use another model")
-    if sequence_sharding not in SEQUENCE_SHARDINGS:
-        raise ValueError(
-            f"sequence_sharding is {sequence_sharding!r}; PyTorch has {', '.join(SEQUENCE_SHARDINGS)} "
-            "(or parallel/context.py)"
-        )
-    if rotate_method not in ROTATE_METHODS:
-        raise ValueError(f"rotate_method is {rotate_method!r}; choose from {', '.join(ROTATE_METHODS)}")
 
 
 # --- on a CPU: the template and the CPU's flash kernel
@@ -146,10 +99,8 @@ def ring_core(engine: ContextParallel):
     """The core of one block: causal attention of my tokens to those of all ranks. Dropout was refused."""
 
     def core(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
-        with ring_options(engine.sequence_sharding, engine.rotate_method, q_BNsH.dtype):
-            return _RingAttention.apply(
-                q_BNsH, k_BKsH, v_BKsH, engine.cp_group, engine.sequence_sharding, engine.rotate_method
-            )
+        with ring_options(q_BNsH.dtype):
+            return _RingAttention.apply(q_BNsH, k_BKsH, v_BKsH, engine.cp_group)
 
     return core
 
@@ -158,29 +109,29 @@ class _RingAttention(torch.autograd.Function):
     """What PyTorch registers for the kernels of GPUs, for the one of a CPU."""
 
     @staticmethod
-    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, group, sequence_sharding, rotate_method):
+    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, group):
         out_BNsH, lse_BNs = _templated_ring_attention(group, 2, FLASH, q_BNsH, k_BKsH, v_BKsH, is_causal=True)
         ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs)
-        ctx.group, ctx.options = group, (sequence_sharding, rotate_method)
+        ctx.group = group
         return out_BNsH
 
     @staticmethod
     def backward(ctx, grad_BNsH):
         q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs = ctx.saved_tensors
-        with ring_options(*ctx.options, q_BNsH.dtype):
+        with ring_options(q_BNsH.dtype):
             grads = _templated_ring_attention_backward(
                 ctx.group, 2, FLASH_BACKWARD, grad_BNsH, "grad_out", q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs,
                 is_causal=True, dropout_p=0.0,
             )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None
 
 
 @contextmanager
-def ring_options(sequence_sharding: str, rotate_method: str, dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """PyTorch's options are global: set inside, as before outside."""
+def ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """PyTorch's options are global: zigzag and a ring inside, as before outside."""
     options = {
-        "enable_load_balance": sequence_sharding == "zigzag",
-        "rotate_method": ROTATE_METHODS[rotate_method],
+        "enable_load_balance": True,
+        "rotate_method": _RotateMethod.ALL_TO_ALL,
         "convert_to_f32": dtype != torch.float64,
     }
     before = {name: getattr(_cp_options, name) for name in options}
@@ -210,7 +161,7 @@ def cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Itera
     buffers = [x_BS.clone(), y_BS.clone(), torch.arange(x_BS.shape[1], device=x_BS.device)]
     mesh = DeviceMesh.from_group(engine.cp_group, x_BS.device.type, mesh_dim_names=("cp",))
     with (
-        ring_options(engine.sequence_sharding, engine.rotate_method),
+        ring_options(),
         sdpa_kernel(GPU_KERNELS),
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)),
     ):
@@ -220,19 +171,8 @@ def cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Itera
 @contextmanager
 def cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions."""
-    mine_s = positions(engine.sequence_sharding, x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
+    mine_s = positions("zigzag", x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s
-
-
-# --- micro-batches and their loss
-
-
-def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:
-    """Raises ValueError if a sequence does not divide, before anything is sent."""
-    if not micro_batches:
-        raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
-    for x_BS, _ in micro_batches:
-        check_context(x_BS.shape[1], engine.cp_group.size(), engine.sequence_sharding)
 
 
 def sum_of_losses(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:

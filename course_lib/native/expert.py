@@ -6,12 +6,8 @@
     F.grouped_mm                                a loop over experts: their matrices stacked, x sorted, one call a matrix
     DistributedDataParallel, experts ignored    the flat all-reduce of everything but experts, here while backward runs
 
-What is left to hand-written code on both sides: the router, sorting, counts, and what each gradient is summed over and
-divided by. DDP means over ranks, so the loss is multiplied by their number before: the division is by all tokens.
-
-all_to_all_single_autograd is in torch.distributed._functional_collectives, whose name says private; torchtitan uses it.
-grouped_mm takes FP32, BF16 and FP16, and only rows of a multiple of 16 bytes (D and d_expert); otherwise a loop runs.
-Not here: once_per_rank and once_per_node, and tensor parallelism.
+DDP means over ranks, so the loss is multiplied by their number before: the division is by all tokens. grouped_mm takes
+FP32, BF16 and FP16, and only rows of a multiple of 16 bytes (D and d_expert); otherwise a loop runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,19 +27,8 @@ from course_lib.model.moe import MoE, Routing, combine, count_load, dispatch, mo
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
     trainable,
 )
-
-__all__ = [
-    "ExpertDDP", "GroupedExperts", "accumulate_gradients", "build", "can_group", "clip_gradients", "full_gradients",
-    "full_parameters", "make_optimizer", "step",
-]  # fmt: skip
 
 MATRICES = ("gate", "up", "down")
 

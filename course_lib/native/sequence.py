@@ -1,36 +1,10 @@
-"""Sequence parallelism as PyTorch ships it: native/tensor.py's plan, with the residual stream between layers in pieces
-along S.
+"""Sequence parallelism as PyTorch ships it: native/tensor.py's plan, with the residual stream in pieces along S.
 
-Read beside parallel/sequence.py. What the plan's entries are in the from-scratch code:
-
-    output_layouts=Shard(1)       scatter_sum, where sum_out was: the Partial result of embed, o and down is
-                                  reduce-scattered along S; backward all-gathers the gradient
-    use_local_output=False        the residual stream x_BsD stays a DTensor of the whole shape: uneven S need it, see
-                                  below
-    SequenceParallel() on norms   their weights become Replicate DTensors, input and output Shard(1). The weight's
-                                  gradient is then Partial: each rank saw s positions. The course's RMSNorm needs no
-                                  rule of its own: DTensor passes through an autograd.Function whose forward and
-                                  backward are made of ordinary operators, one of which is that sum
-    PrepareModuleInput            gather_in: Shard(1) to Replicate, once for all columns that share an input; backward
-                                  reduce-scatters the sum of their gradients
-    ColwiseParallel on head,      gathers the final norm's output for itself
-    input_layouts=Shard(1)
-    finish                        the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial.
-                                  Forgotten, it stays right, and costs: each operator that needs the numbers sums them
-                                  for itself, AdamW three times a norm
-    (regather=False)              the gathered inputs are kept for the weight gradients. There is no regather=True
-
-On the wire, per micro-batch: where tensor parallelism has an all-reduce of B S D, here are a reduce-scatter and an
-all-gather: 2 and 2 a layer forward, 2 and 2 backward; the embedding scatters forward and gathers backward, the head
-gathers forward and scatters backward. Together the bytes of tensor parallelism in twice the calls. Further, once a
-step, one all-reduce of D for each norm (from scratch: one for all norms together). Full recomputation gathers twice
-and scatters once more a layer.
-
-Uneven S are cut as torch.chunk cuts; each message is padded to tp equal pieces, which counts. Below torch 2.13 they are
-refused: there DTensor hands the next layer a strided tensor, and the layer fails.
-
-Dropout is refused as in native/tensor.py. In the gpt family the table of positions is cut along its rows like the
-embedding, for its output has to be cut along S: one more reduce-scatter, of S D, and an all-gather backward.
+Read beside parallel/sequence.py. Each all-reduce of B S D becomes a reduce-scatter and an all-gather. The gradients of
+norms stay Partial until `finish` sums each: forgotten, it stays right, and AdamW sums a norm's gradient three times.
+The residual stream stays a DTensor of the whole shape. Uneven S are cut as torch.chunk cuts; below torch 2.13 they are
+refused: there DTensor hands the next layer a strided tensor, and the layer fails. In the gpt family the table of
+positions is cut along its rows like the embedding, for its output has to be cut along S.
 """
 
 import torch
@@ -51,18 +25,7 @@ from course_lib.native.tensor import (
 )
 from course_lib.parallel.engine import (
     MicroBatches,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
 )
-
-__all__ = [
-    "TensorSequenceParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
-    "make_optimizer", "sequence_plan", "step",
-]  # fmt: skip
 
 ALONG_S = Shard(1)  # of x_BSD
 ALONG_LAST = Shard(-1)  # what a row's columns left

@@ -2,37 +2,14 @@
 
 A DTensor is a local tensor, a mesh of ranks, and placements: Shard(dim), Replicate(), Partial() (a sum not yet taken).
 Each operator derives the placement of its result from those of its inputs; communication happens where a placement is
-changed. What the plan's entries are in the from-scratch code:
+changed. Lesson 05 in depth says what each entry of the plan is from scratch. What the plan cannot say:
 
-    ColwiseParallel()             ColumnLinear: weight w_fD, Shard(0); the result is Shard(-1)
-    RowwiseParallel()             RowLinear: weight w_Df, Shard(1); the result is Partial, then Replicate: sum_out
-    PrepareModuleInput            column_linears: one copy_in for all columns that share an input. Its gradient is
-                                  Partial; the sum of q's, k's and v's stays so, and is all-reduced once. Without this
-                                  entry each column wraps the input for itself: 5 all-reduces a layer in backward, not 2
-    use_local_output              True: the next operator gets a plain tensor, as everything from scratch does. q, k, v:
-                                  attention reads head counts from them. False: it gets the DTensor, which knows its
-                                  whole size; a local tensor is taken for a tp-th of the whole, so d_ff that tp does not
-                                  divide needs gate, up, and what follows, as DTensors
-    RowwiseParallel on embed      VocabEmbedding: rows of others give zeros, and the sum fills them in
-    ColwiseParallel on head,      vocab_cross_entropy: logits_BSv stay in pieces, and loss_parallel() gives PyTorch's
-    with loss_parallel()          own cross_entropy its three all-reduces (maximum, sum of exponentials, target)
-    src_data_rank=None            each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
-    model.tie()                   the plan makes a new parameter of each entry: embedding and head must be tied again
-    (nothing)                     norms stay plain tensors: input and gradient are whole on each rank
-    SequenceParallel(             QK-norm: its input is cut by heads, dimension 1 of q_BNSH, so its weight's gradient is
-    sequence_dim=1)               Partial, and `finish` sums it: sum_replicas. As a plain tensor it would stay a part
-
-On the wire, per micro-batch, as from scratch: 2 all-reduces of B S D a layer forward and 2 backward, 1 for the
-embedding, 1 for the head's input gradient, 3 of B S numbers for the loss. Recomputation repeats what its part of
-forward sends. What differs from scratch:
-
-    backward            the all-reduce starts when the weight gradients of q, k and v are done: no overlap with them.
-                        (Async tensor parallelism of PyTorch is in torch.compile, and needs GPUs.)
-    embedding           its gradient is computed whole on each rank, V D numbers, and then cut: zeros are not left out
-    clipping            one all-reduce too, of a number for each sharded tensor
-    key/value heads     fewer than ranks: refused. One mesh axis holds one placement a tensor, and "a head to every two
-                        ranks" is Shard on one axis and Replicate on another
-    dropout             refused: each rank would drop the same places of different heads
+    src_data_rank=None    each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
+    model.tie()           the plan makes a new parameter of each entry: embedding and head must be tied again
+    embedding             its gradient is computed whole on each rank, V D numbers, and then cut: keep_own_part
+    QK-norm               its input is cut by heads, so its weight's gradient is Partial, and `finish` sums it
+    refused               key/value heads that do not divide (one mesh axis holds one placement a tensor); dropout (each
+                          rank would drop the same places of different heads)
 """
 
 import torch.distributed as dist
@@ -53,20 +30,9 @@ from course_lib.config import ModelConfig
 from course_lib.native.dtensor import DTensorEngine
 from course_lib.parallel.engine import (
     MicroBatches,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
     one_after_another,
-    step,
     trainable,
 )
-
-__all__ = [
-    "Plan", "TensorParallel", "accumulate_gradients", "build", "check_shardable", "clip_gradients", "columns",
-    "full_gradients", "full_parameters", "keep_own_part", "make_optimizer", "one_input", "step", "tensor_plan",
-]  # fmt: skip
 
 Plan = dict[str, ParallelStyle]
 
@@ -156,17 +122,11 @@ def columns(mlp: nn.Module) -> list[str]:
 
 def check_shardable(config: ModelConfig, tp_size: int) -> None:
     """Raises ValueError for what this plan cannot shard, before anything is changed."""
-    if config.family not in ("llama", "gpt"):
-        raise ValueError(f"family is {config.family!r}; this plan knows llama and gpt")
-    if config.mla is not None:
-        raise ValueError(f"{config.name} has latent attention (mla), which this plan does not shard; use another model")
+    if config.family not in ("llama", "gpt") or config.mla is not None or config.dropout > 0:
+        raise ValueError(f"this plan takes llama and gpt without mla or dropout; {config.name} is another")
     for field in ("num_heads", "num_kv_heads"):
-        heads = getattr(config, field)
-        if heads % tp_size:
-            fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-            raise ValueError(f"{field} ({heads}) must be divisible by tp ({tp_size}); choose tp from {fitting}")
-    if config.dropout > 0:
-        raise ValueError(f"dropout is {config.dropout}: ranks would share one mask; use 0, or parallel/tensor.py")
+        if getattr(config, field) % tp_size:
+            raise ValueError(f"{field} ({getattr(config, field)}) must be divisible by tp ({tp_size}); change tp")
 
 
 def check_sharded(model: nn.Module, tp_size: int) -> None:

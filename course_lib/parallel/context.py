@@ -39,12 +39,6 @@ from course_lib.parallel.engine import (
     MicroBatches,
     ModelEngine,
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
 )
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
@@ -52,11 +46,6 @@ from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
-
-__all__ = [
-    "Context", "ContextParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients",
-    "full_parameters", "loss_of", "make_optimizer", "step",
-]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs

@@ -30,27 +30,12 @@ from course_lib import comm
 from course_lib.model.moe import moe_layers
 from course_lib.parallel.engine import (
     Engine,
-    MicroBatches,
     NamedParameter,
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    compute_span,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
     trainable,
 )
 from course_lib.span import Span
 from course_lib.training.precision import gradient_of, set_gradient
-
-__all__ = [
-    "BUCKET_BYTES", "Bucket", "BucketedDP", "DataParallel", "MicroBatches", "NaiveDP", "NamedParameter", "OverlappedDP",
-    "Pending", "Sharing", "Trace", "accumulate_gradients", "arrived_twice", "assign_buckets", "broadcast_parameters",
-    "build", "clip_gradients", "compute_span", "full_gradients", "full_parameters", "hook_gradients", "make_optimizer",
-    "record_when_done", "start_all_reduce", "step", "trainable",
-]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25
 FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the network early

@@ -43,12 +43,6 @@ from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.engine import (
     MicroBatches,
     ModelEngine,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
     trainable,
 )
 from course_lib.parallel.expert_tensor import cut_over_tp
@@ -56,12 +50,6 @@ from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-
-__all__ = [
-    "ExpertGroups", "ExpertParallel", "accumulate_gradients", "build", "clip_gradients", "expert_groups",
-    "full_gradients", "full_parameters", "make_optimizer", "step",
-]  # fmt: skip
-
 
 # --- who talks to whom
 

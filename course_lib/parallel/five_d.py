@@ -49,16 +49,7 @@ from course_lib.parallel.data import BucketedDP, Sharing
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
-    StepNumbers,
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    measured_step,
-    step,
-    update,
 )
 from course_lib.parallel.executor import StageRunner
 from course_lib.parallel.expert import keep_my_experts, runner, sum_over
@@ -70,12 +61,6 @@ from course_lib.parallel.sums import copies_of, owned, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.parallel.whole import put_together
 from course_lib.training.precision import accumulate_in_fp32
-
-__all__ = [
-    "CutStageRunner", "FiveD", "StepNumbers", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients",
-    "cuts_of", "fill_from_seed", "full_gradients", "full_parameters", "keep_experts", "make_optimizer", "measured_step",
-    "named_parameters", "reduce_gradients", "run_layout", "seed_dropout", "shard_over_data", "step", "update",
-]  # fmt: skip
 
 # --- a model on a layout
 

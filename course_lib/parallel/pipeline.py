@@ -37,12 +37,6 @@ from course_lib.parallel.channels import Pair, connect, pairs_of
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
 )
 from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
@@ -52,12 +46,6 @@ from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
 from course_lib.schedules.messages import Step, plan
 from course_lib.training.precision import gradient_of
-
-__all__ = [
-    "AnySchedule", "Pipeline", "accumulate_gradients", "build", "check_micro_batches", "checked_schedule",
-    "clip_gradients", "execute", "full_gradients", "full_parameters", "make_optimizer", "named_parameters",
-    "run_schedule", "step", "sum_tied", "tied_weight",
-]  # fmt: skip
 
 AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 

@@ -45,21 +45,10 @@ from course_lib.comm.conjugate import (
 from course_lib.parallel import tensor
 from course_lib.parallel.engine import (
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
 )
 from course_lib.parallel.linear import communication_span, traced
-from course_lib.parallel.tensor import TensorParallel, loss_of
+from course_lib.parallel.tensor import TensorParallel
 from course_lib.span import Span
-
-__all__ = [
-    "ShardedResidual", "TensorSequenceParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients",
-    "full_parameters", "loss_of", "make_optimizer", "of_my_tokens", "step",
-]  # fmt: skip
 
 SEQUENCE = 1  # the dimension of x_BSD that is cut
 

@@ -35,24 +35,11 @@ from course_lib.model.llama import RMSNorm
 from course_lib.parallel.engine import (
     ModelEngine,
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
     trainable,
 )
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import gradient_of
-
-__all__ = [
-    "Cut", "RankDropout", "TensorParallel", "accumulate_gradients", "build", "check_shardable", "clip_gradients",
-    "cut_attention", "cuts_of", "full_gradients", "full_parameters", "kv_replication", "loss_of", "make_optimizer",
-    "rank_rng", "replica_group_of", "shard_attention", "shard_block", "shard_mlp", "shard_model", "share_seed", "step",
-    "sum_gradients", "sum_replicas", "with_rank_rng",
-]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut

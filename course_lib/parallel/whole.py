@@ -9,10 +9,7 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group
 from course_lib.config import ModelConfig
 from course_lib.model import build as build_whole
-from course_lib.parallel.engine import full_gradients, full_parameters
 from course_lib.parallel.linear import Cut
-
-__all__ = ["full_gradients", "full_parameters", "names_of", "put_together"]
 
 
 def put_together(

@@ -28,12 +28,6 @@ from course_lib import comm
 from course_lib.parallel.data import BUCKET_BYTES, DataParallel, Sharing, arrived_twice, assign_buckets, hook_gradients
 from course_lib.parallel.engine import (
     Trace,
-    accumulate_gradients,
-    clip_gradients,
-    full_gradients,
-    full_parameters,
-    make_optimizer,
-    step,
     trainable,
 )
 from course_lib.parallel.shards import (
@@ -47,12 +41,6 @@ from course_lib.parallel.shards import (
 )
 from course_lib.span import Span
 from course_lib.training.precision import set_gradient
-
-__all__ = [
-    "Sharded", "ZeroBuckets", "ZeroUnits", "accumulate_gradients", "before", "build", "check_all_used",
-    "check_first_arrival", "clip_gradients", "forget_gradients", "full_gradients", "full_parameters", "has_engine",
-    "make_optimizer", "step", "whole_tensors",
-]  # fmt: skip
 
 
 class Sharded(DataParallel):

@@ -1,50 +1,37 @@
-"""Pictures: each module turns a record into the numbers that it draws; each `show_...` ends in `plt.show()`.
+"""Pictures by form: a chapter's picture is data that it gives to a form; each `show_...` ends in `plt.show()`.
 
+What a picture draws is computed by a function beside it, and tested. A picture that no cell computes is data here too:
+it runs on Colab, in a copy of one notebook and without the repository, and its numbers stay the package's.
+
+style.py         sizes, fonts, units, legends; nothing outside a picture is changed
 palette.py       one colour for one kind of memory and one mesh axis
-course_map.py    show_course: which chapter builds on which
-readme.py        the README's pictures, written into docs/
-style.py         sizes, fonts, units; nothing outside a picture is changed
-memory.py        show_memory_timeline, show_budgets
-context.py       show_mask, show_work, show_travel, show_memory_by_length
-tokens.py        show_cut, show_merge, show_gradient_ring, show_chunks, show_heads_for_tokens, show_documents
-comparison.py    show_comparison: predicted beside measured, with the error
-holdings.py      which share of each part of a model the ranks of a layout hold
-pipeline_tradeoff.py  bubble against memory, a point for each schedule
-ladder.py        show_ladder
-collectives.py   show_collectives, show_ring_all_reduce
-ring.py          show_ring
-node.py          show_node
-mesh.py          show_mesh
-timeline.py      show_overlap, show_step_times
-curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
+tiles.py         form: rows of tiles, of what ranks hold
+diagrams.py      form: boxes, arrows and words
+timeline.py      form: lanes over time. show_overlap, show_step_times
+memory.py        form: stacked bars and areas of bytes. show_memory_timeline, show_step_memory, show_budgets
+curves.py        form: curves beside points. show_bandwidth, show_throughput, show_alpha_beta, show_curves
 live.py          LiveCurve, drawn again while training goes on
-formats.py       show_float_formats
-precision.py     show_numbers, show_magnitudes, show_mixed_step
-fine_tuning.py   show_lora, show_codes, show_blocks, show_choices
-data_parallel.py  show_replicas, show_buckets, show_batch_tradeoff, show_streams
-sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
-single_gpu.py    show_squares, show_block, show_counters
-zero_step.py     stage_1_rows, show_flow, show_step_memory
-recompute.py     show_graph: what a block keeps, and what is made again
-flash.py         show_tiles: the score matrix and FlashAttention's blocks
-matrices.py      show_linear_pair, show_heads, show_vocabulary
-regions.py       show_regions
-tensor_block.py  show_f_and_g: a block on ranks; show_vocab_loss
-sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and what one rank holds
+five_d.py        form: ranks on nodes, with their groups. show_ranks
+course_map.py    show_course: which chapter builds on which; the README's pictures, written into docs/
+collectives.py   show_collectives, show_ring_all_reduce, show_ring, show_mesh, show_node
+single_gpu.py    show_squares, show_block, show_counters, show_graph, show_tiles
+precision.py     show_float_formats, show_numbers, show_magnitudes, show_mixed_step; show_lora, show_codes, show_choices
+ladder.py        show_ladder
+comparison.py    show_comparison: predicted beside measured, with the error
+data_parallel.py  show_replicas, show_buckets, show_streams; of ZeRO show_zero_stages, show_flat_shards, show_flow
+tensor.py        show_linear_pair, show_heads, show_vocabulary, show_f_and_g, show_vocab_loss
+sequence.py      show_cuts, show_half_block, show_regions: hidden states cut by tokens, and what one rank holds
+context.py       show_cut, show_chunks, show_mask, show_work, show_travel, show_merge, show_memory_by_length
 pipeline.py      show_schedule, show_schedules
-pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_placements
+pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_stages_of_model, show_tradeoff
 pipeline_trace.py  show_measured
-rank_traces.py   show_rank_traces: one step on every rank, side by side
-stages.py        show_live, show_peaks, show_stages_of_model
+stages.py        show_live: micro-batches in flight
 experts.py       show_load, show_balance, show_parameters
-expert_concepts.py  show_dense_and_experts, show_expert_kinds, show_sorted_rows, show_rows_per_expert
-expert_ranks.py  show_travelling_rows, show_gradient_path, show_owners: experts on ranks
+expert_concepts.py  show_dense_and_experts, show_expert_kinds, show_sorted_rows, show_travelling_rows, show_owners
 routing.py       show_routes, show_traffic
-choosing.py      show_steps, show_cuts, show_paths, show_options, show_front, show_predicted, show_scaling
-run_log.py       show_run: loss, speed, memory and seconds of a run's ranks, from its logs
-failures.py      show_checkpoint_interval: training, saving and lost work by the interval
-hosts.py         show_two_hosts: what crosses a thin link, by layout
-five_d.py        show_ranks
+holdings.py      which share of each part of a model the ranks of a layout hold
 five_d_costs.py  show_pipeline_memory, show_costs
-layout_choice.py show_ladder, show_losses, show_options, show_waiting
+choosing.py      show_steps, show_cuts, show_options, show_front, show_waiting, show_flow_chart, show_two_hosts
+run_log.py       show_run: loss, speed, memory and seconds of a run's ranks, from its logs
+rank_traces.py   show_rank_traces: one step on every rank, side by side
 """

@@ -1,17 +1,23 @@
-"""The map of the course: a box for each chapter, and arrows from the chapters that it builds on."""
+"""The README's pictures: the map of the course, and two schedules. `python -m course_lib.plots.course_map` writes them.
 
-from collections.abc import Sequence
+The map has a box for each chapter, and arrows from the chapters that it builds on.
+"""
+
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from course_lib.plots.diagrams import draw_arrows
 from course_lib.plots.palette import AXIS_COLORS, text_on
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, style
-from course_lib.validate import checked
+from course_lib.plots.pipeline import chart_height_in, draw_chart, schedule_picture
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style, write
+from course_lib.schedules import all_forward_all_backward, one_f_one_b, simulate
 
 PLAIN_COLOR = "#E6E6E6"
 BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.9, 0.72, 3.8
 MOST_COLUMNS = 2  # of a straight arrow: a longer one would cross boxes
+PICTURES = ("course_map.svg", "schedules.svg")
 
 
 @dataclass(frozen=True)
@@ -42,24 +48,16 @@ COURSE = (
 )
 
 
-@dataclass(frozen=True)
-class CourseMap:
-    """Where each chapter's box stands (column, row), and the arrows between them."""
-
-    places: dict[int, tuple[int, float]]
-    arrows: list[tuple[int, int]]
-
-
-def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
-    """Place each chapter one column behind the last that it needs; leave out arrows that others already say."""
+def course_map() -> tuple[dict[int, tuple[int, float]], list[tuple[int, int]]]:
+    """Return (column, row) of each chapter, one behind the last that it needs; and arrows that no others say."""
     before: dict[int, set[int]] = {}
     columns: dict[int, int] = {}
-    for chapter in course:
+    for chapter in COURSE:
         before[chapter.number] = set(chapter.needs).union(*(before[needed] for needed in chapter.needs))
         columns[chapter.number] = max((columns[needed] + 1 for needed in chapter.needs), default=0)
     arrows = [
         (needed, chapter.number)
-        for chapter in course
+        for chapter in COURSE
         for needed in chapter.needs
         if not any(needed in before[other] for other in chapter.needs)
     ]
@@ -67,49 +65,65 @@ def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
     for column in range(max(columns.values()) + 1):
         stacked = [number for number in columns if columns[number] == column]
         places |= {number: (column, row - (len(stacked) - 1) / 2) for row, number in enumerate(stacked)}
-        sources = [start for start, end in arrows if end == stacked[0]]
-        rows = {places[source][1] for source in sources}
+        rows = {places[start][1] for start, end in arrows if end == stacked[0]}
         if len(stacked) == len(rows) == 1:  # alone, behind others of one row: in their row
             places[stacked[0]] = (column, rows.pop())
-    return CourseMap(places, arrows)
-
-
-def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
-    """Draw the boxes and the arrows; row 0 is in the middle."""
-    drawn = course_map(course)
-    for start, end in drawn.arrows:
-        (x, y), (to_x, to_y) = drawn.places[start], drawn.places[end]
-        arrow = {"arrowstyle": "-|>", "color": "#666666", "shrinkA": 0, "shrinkB": 0}
-        if to_x - x <= MOST_COLUMNS:
-            axes.annotate("", (to_x - BOX_WIDTH / 2, to_y), (x + BOX_WIDTH / 2, y), arrowprops=arrow)
-        else:  # around the boxes between them, above the upper row or below the lower one
-            side = -1 if y < 0 else 1
-            bend = arrow | {"connectionstyle": f"arc3,rad={0.3 * side}"}
-            ends = [(at, row + side * BOX_HEIGHT / 2) for at, row in ((to_x, to_y), (x, y))]
-            axes.annotate("", *ends, arrowprops=bend)
-    for chapter in course:
-        x, y = drawn.places[chapter.number]
-        color = AXIS_COLORS[chapter.axis] if chapter.axis else PLAIN_COLOR
-        corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
-        axes.add_patch(plt.Rectangle(corner, BOX_WIDTH, BOX_HEIGHT, facecolor=color, edgecolor="#333333"))
-        texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
-        for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
-            axes.text(x, y + below, text, **CENTRED, size=size, weight=weight, color=text_on(color))
-    columns, rows = zip(*drawn.places.values(), strict=True)
-    axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.65, min(rows) - 0.65))
-    axes.axis("off")
+    return places, arrows
 
 
 def course_figure():
-    """Return the map as a figure of pyplot."""
+    """Return the map as a figure of pyplot; row 0 is in the middle."""
+    places, arrows = course_map()
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
-        draw_course(axes, COURSE)
+        for start, end in arrows:
+            (x, y), (to_x, to_y), grey = places[start], places[end], "#666666"
+            if to_x - x <= MOST_COLUMNS:
+                draw_arrows(axes, [((x + BOX_WIDTH / 2, y), (to_x - BOX_WIDTH / 2, to_y))], grey)
+            else:  # around the boxes between them, above the upper row or below the lower one
+                side = -1 if y < 0 else 1
+                ends = [(at, row + side * BOX_HEIGHT / 2) for at, row in ((x, y), (to_x, to_y))]
+                draw_arrows(axes, [ends], grey, connectionstyle=f"arc3,rad={0.3 * side}")
+        for chapter in COURSE:
+            x, y = places[chapter.number]
+            color = AXIS_COLORS[chapter.axis] if chapter.axis else PLAIN_COLOR
+            corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
+            labelled_box(axes, corner, (BOX_WIDTH, BOX_HEIGHT), color, edgecolor="#333333")
+            texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
+            for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
+                write(axes, x, y + below, text, fontsize=size, weight=weight, color=text_on(color), zorder=4)
+        columns, rows = zip(*places.values(), strict=True)
+        axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.65, min(rows) - 0.65))
+        axes.axis("off")
         axes.set_title("Each chapter builds on those that point to it")
     return figure
 
 
-@checked
 def show_course() -> None:
     """Show the map."""
     finish(course_figure())
+
+
+def schedules_figure():
+    """Return two pipeline schedules of 4 ranks and 8 micro-batches on one axis of time."""
+    drawn = [schedule_picture(simulate(make(4, 8))) for make in (all_forward_all_backward, one_f_one_b)]
+    end_s = max(one.end_s for one in drawn)
+    with style():
+        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, sum(map(chart_height_in, drawn)) + 0.9))
+        for axes, one in zip(panels, drawn, strict=True):
+            draw_chart(axes, one, None, end_s)
+    return figure
+
+
+def write_pictures(folder: Path) -> list[Path]:
+    """Write each picture into the folder, the same bytes each time."""
+    paths = [folder / name for name in PICTURES]
+    for path, figure in zip(paths, (course_figure(), schedules_figure()), strict=True):
+        with plt.rc_context({"svg.hashsalt": "course"}):
+            figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
+        plt.close(figure)
+    return paths
+
+
+if __name__ == "__main__":
+    write_pictures(Path("docs"))

@@ -11,62 +11,56 @@ from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
 from course_lib.plots.style import (
-    BELOW,
     CENTRED,
     UNITS,
     ground,
+    key,
+    keys_below,
+    panel_title,
     picture_axes,
+    picture_panels,
     show_bytes,
     three_digits,
     unit_for,
+    write,
     write_above,
 )
-from course_lib.validate import Size, checked
+from course_lib.validate import checked
 
 # ---------------------------------------------------------------- memory over time
 
 
+MOST_POINTS = 1500
+
+
 @dataclass(frozen=True)
 class TimelinePicture:
-    """The numbers drawn by `show_memory_timeline`: bytes by kind at each x; phases are (name, from, to)."""
+    """The numbers drawn of a timeline: bytes by kind at each event; phases are (name, from, to)."""
 
-    xs: list[float]
-    xlabel: str
+    xs: list[int]
     bytes_by_kind: dict[str, list[int]]
-    phases: list[tuple[str, float, float]]
-    peak_x: float
+    phases: list[tuple[str, int, int]]
     peak_bytes: int
-    peak_by_kind: dict[str, int]
 
 
-def timeline_picture(timeline, over: str = "events", max_points: Size = 1500) -> TimelinePicture:
+def timeline_picture(timeline) -> TimelinePicture:
     """Turn a tracker's `Timeline` into what is drawn: kinds in their fixed order, phases between marks, and the peak.
 
-    over="events" counts allocations and releases: the same picture on every machine. "time" takes seconds.
-    Of a long record only the highest moment in each of `max_points` slices is kept: the peak stays exact.
-
-    Raises   ValueError if the timeline is empty or `over` is unknown
+    Allocations and releases are counted: the same picture on every machine. Of a long record only the highest moment
+    in each of 1,500 slices is kept: the peak stays exact.
+    Raises   ValueError if the timeline is empty
     """
-    times = list(timeline.times_s)
+    times, end = list(timeline.times_s), len(timeline.times_s) - 1
     kinds = [kind for kind in KINDS if any(timeline.bytes_by_kind.get(kind, ()))]
     if not times or not kinds:
         raise ValueError("the timeline holds no measurement; run at least one training step inside the tracker")
-    if over not in ("events", "time"):
-        raise ValueError(f"over is {over!r}; choose 'events' or 'time'")
     totals = [sum(timeline.bytes_by_kind[kind][i] for kind in kinds) for i in range(len(times))]
-    kept = _highest_of_each_slice(totals, max_points)
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    xs = list(range(len(times))) if over == "events" else times
-    marks = [(bisect_left(times, at) if over == "events" else at, name) for at, name in timeline.marks]
-    return TimelinePicture(
-        xs=[xs[i] for i in kept],
-        xlabel="allocations and releases, in order" if over == "events" else "time (s)",
-        bytes_by_kind={kind: [timeline.bytes_by_kind[kind][i] for i in kept] for kind in kinds},
-        phases=_phases(marks, xs[-1]),
-        peak_x=xs[peak],
-        peak_bytes=totals[peak],
-        peak_by_kind={kind: timeline.bytes_by_kind[kind][peak] for kind in kinds},
-    )
+    kept = _highest_of_each_slice(totals, MOST_POINTS)
+    marks = [(bisect_left(times, at), name) for at, name in timeline.marks]
+    stops = [start for start, _ in marks[1:]] + [end]  # a phase lasts until the next one, the last until the end
+    phases = [(name, start, stop) for (start, name), stop in zip(marks, stops, strict=False) if stop > start]
+    by_kind = {kind: [timeline.bytes_by_kind[kind][i] for i in kept] for kind in kinds}
+    return TimelinePicture(kept, by_kind, phases, max(totals))
 
 
 def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
@@ -75,14 +69,6 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
     edges = [n * i // slices for i in range(slices + 1)]
     kept = {max(range(start, stop), key=totals.__getitem__) for start, stop in pairwise(edges)}
     return sorted(kept | {0, n - 1})
-
-
-def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, float, float]]:
-    """Marks say where a phase begins; it lasts until the next one, the last until the end."""
-    ends = [start for start, _ in marks[1:]] + [end]
-    return [
-        (name, start, stop) for (start, name), stop in zip(marks, ends, strict=False) if stop > start
-    ]  # without marks there is an end alone
 
 
 def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
@@ -94,18 +80,6 @@ def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
         axes.fill_between(picture.xs, floor, top, step="post", **look)
         axes.step(picture.xs, top, where="post", color="white", linewidth=0.4)
         floor = top
-
-
-def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
-    """Stack the kinds, with the phases as a strip above and the peak labelled."""
-    stack_kinds(axes, picture, unit)
-    peak, end = picture.peak_bytes / UNITS[unit], picture.xs[-1]
-    axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
-    axes.set(xlim=(picture.xs[0], end), ylim=(0, peak * 1.28), xlabel=picture.xlabel, ylabel=f"tensors alive ({unit})")
-    axes.text(end, peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", ha="right", va="bottom", fontsize=9)
-    _draw_phases(axes, picture, peak)
-    handles = [kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 PHASE_SHADES = ("#FFFFFF", "#E6E6E6", "#C9C9C9", "#DADADA")
@@ -125,28 +99,56 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
         axes.text((start + stop) / 2, peak * 1.22, label, **CENTRED, fontsize=8)
         if label and label != name and name not in shortened:
             shortened.append(name)
-    key = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
+    initials = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
     above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
-    axes.annotate(key, (1, 1), ha="right", va="bottom", fontsize=8, **above)
+    axes.annotate(initials, (1, 1), ha="right", va="bottom", fontsize=8, **above)
 
 
 @checked
-def show_memory_timeline(
-    timeline,
-    title: str = "Memory alive over the first steps of training",
-    over: str = "events",
-    unit: str | None = None,
-) -> None:
-    """Show a measured `Timeline` stacked by kind, with its phases and its peak; over="events" or "time"."""
-    picture = timeline_picture(timeline, over)
+def show_memory_timeline(timeline, title: str) -> None:
+    """Show a measured `Timeline` stacked by kind, with its phases as a strip above and its peak."""
+    picture = timeline_picture(timeline)
+    unit, end = unit_for(picture.peak_bytes), picture.xs[-1]
+    peak = picture.peak_bytes / UNITS[unit]
     with picture_axes(3.8) as axes:
-        draw_memory_timeline(axes, picture, unit or unit_for(picture.peak_bytes))
+        stack_kinds(axes, picture, unit)
+        axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
+        axes.set(xlim=(0, end), ylim=(0, peak * 1.28), xlabel="allocations and releases, in order")
+        axes.set_ylabel(f"tensors alive ({unit})")
+        write(axes, end, peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", "right", va="bottom")
+        _draw_phases(axes, picture, peak)
+        handles = [kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
+        axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.set_title(title, pad=16)
 
 
 def kind_patch(kind: str) -> Patch:
     """Return the legend's entry of a kind of memory."""
-    return Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
+    return key(KIND_COLORS[kind], kind, KIND_HATCHES[kind])
+
+
+# ---------------------------------------------------------------- memory of one rank over a step
+
+
+@checked
+def show_step_memory(timelines: Mapping, title: str) -> None:
+    """Show measured steps side by side on one axis of bytes, stacked by kind; B is backward, O the optimizer."""
+    pictures = {name: timeline_picture(timeline) for name, timeline in timelines.items()}
+    limit = 1.05 * max(picture.peak_bytes for picture in pictures.values())
+    unit = unit_for(limit)
+    top = limit / UNITS[unit]
+    with picture_panels(1, len(pictures), 3.2, title, sharey=True, squeeze=False) as (figure, panels):
+        for axes, (name, picture) in zip(panels[0], pictures.items(), strict=True):
+            stack_kinds(axes, picture, unit)
+            axes.set(xlim=(0, picture.xs[-1]), ylim=(0, top), xticks=[])
+            panel_title(axes, f"{name}\npeak {show_bytes(picture.peak_bytes)}", "center")
+            for phase, start, _ in picture.phases:
+                if phase in ("backward", "optimizer"):
+                    axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
+                    write(axes, start, 0.97 * top, f"{phase[0].upper()} ", "right", va="top")
+        panels[0, 0].set_ylabel(f"tensors alive ({unit})")
+        drawn = {kind for picture in pictures.values() for kind in picture.bytes_by_kind}
+        keys_below(figure, [kind_patch(kind) for kind in KINDS if kind in drawn])
 
 
 # ---------------------------------------------------------------- budgets against GPUs
@@ -225,8 +227,8 @@ def draw_budgets(
         xlim=(0, extent), ylim=(len(bars) - 0.4, -0.6), xlabel=f"memory ({unit}, 1 {unit} = {UNITS[unit]:,} bytes)"
     )
     shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
-    handles, spacing = [kind_patch(kind) for kind in shown], {"columnspacing": 1.0, "handlelength": 1.5}
-    axes.legend(handles=handles, ncol=len(shown), borderaxespad=4.2, handletextpad=0.5, **(BELOW | spacing))
+    spacing = {"columnspacing": 1.0, "handlelength": 1.5, "handletextpad": 0.5}
+    keys_below(axes, [kind_patch(kind) for kind in shown], 4.2, **spacing)
 
 
 def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> None:

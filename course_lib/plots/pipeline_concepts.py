@@ -1,11 +1,15 @@
-"""What a pipeline is, in pictures: the cut and its messages, messages in time, two halves of backward, placements."""
+"""What a pipeline is, in pictures: the cut and its messages, two halves of backward, which rank holds which layers."""
 
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from matplotlib.ticker import PercentFormatter
 
 from course_lib.layout.partition import even_layers
-from course_lib.plots.palette import OKABE_ITO, RANK_COLORS, mix
+from course_lib.plots.diagrams import diagram, draw_arrows, draw_diagram
+from course_lib.plots.palette import KIND_COLORS, OKABE_ITO, RANK_COLORS, mix
 from course_lib.plots.pipeline import (
     OP_COLORS,
     chart_height_in,
@@ -15,7 +19,9 @@ from course_lib.plots.pipeline import (
     schedule_picture,
 )
 from course_lib.plots.pipeline_trace import measured_picture
-from course_lib.plots.style import bare, labelled_box, picture_axes
+from course_lib.plots.stages import peaks_of
+from course_lib.plots.style import labelled_box, picture_axes, picture_panels, three_digits, write
+from course_lib.plots.tiles import Tile, draw_tiles, ranks
 from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
@@ -27,51 +33,37 @@ MOST_STAGES = 8
 # ---------------------------------------------------------------- a model cut between its layers
 
 
-@dataclass(frozen=True)
-class CutBox:
-    """One stage: its rank, and what stands in it."""
-
-    rank: int
-    text: str
-
-
-def cut_boxes(num_layers: Size, num_stages: Size) -> list[CutBox]:
+def stage_texts(num_layers: int, num_stages: int) -> list[str]:
     """Return what each stage has: its layers, the embedding on the first, the head on the last.
 
     Raises   ValueError if a stage would have no layer, or there are more stages than the picture has room for
     """
-    if not 2 <= num_stages <= min(num_layers, MOST_STAGES):
-        raise ValueError(
-            f"num_stages is {num_stages}; give 2 to {min(num_layers, MOST_STAGES)} for {num_layers} layers"
-        )
-    boxes, first = [], 0
+    most = min(num_layers, MOST_STAGES)
+    if not 2 <= num_stages <= most:
+        raise ValueError(f"num_stages is {num_stages}; give 2 to {most} for {num_layers} layers")
+    texts, first = [], 0
     for rank, size in enumerate(even_layers(num_layers, num_stages)):
         lines = ["embedding"] * (rank == 0) + [f"layer {layer}" for layer in range(first, first + size)]
-        lines += ["norm, head"] * (rank == num_stages - 1)
-        boxes.append(CutBox(rank, "\n".join(lines)))
+        texts.append("\n".join(lines + ["norm, head"] * (rank == num_stages - 1)))
         first += size
-    return boxes
+    return texts
 
 
 @checked
 def show_cut(num_layers: Size, num_stages: Size) -> None:
     """Show a model cut into stages, and the two messages that cross each cut for every micro-batch."""
-    boxes = cut_boxes(num_layers, num_stages)
-    lines = max(box.text.count("\n") + 1 for box in boxes)
-    with picture_axes(1.2 + 0.2 * lines) as axes:
-        for box in boxes:
-            color = mix(RANK_COLORS[box.rank % len(RANK_COLORS)], "#FFFFFF", 0.45)
-            labelled_box(axes, (box.rank, 0), (0.62, 1), color, box.text, fontsize=9, edgecolor="black")
-            axes.text(box.rank + 0.31, 1.12, f"rank {box.rank}", ha="center", fontsize=9.5, fontweight="bold")
-        for rank in range(num_stages - 1):
-            ends = (rank + 0.65, rank + 0.97)
-            for y, (start, stop), color in ((0.7, ends, ACTIVATION_COLOR), (0.3, ends[::-1], GRADIENT_COLOR)):
-                look = {"arrowstyle": "-|>", "color": color, "linewidth": 2}
-                axes.annotate("", (stop, y), xytext=(start, y), arrowprops=look)
-            middle = rank + 0.81
-            axes.text(middle, 0.82, "x_BSD", ha="center", fontsize=8.5, color=ACTIVATION_COLOR)
-            axes.text(middle, 0.12, "its grad", ha="center", fontsize=8.5, color=GRADIENT_COLOR)
-        bare(axes, (-0.05, num_stages - 0.33), (-0.05, 1.3))
+    texts = stage_texts(num_layers, num_stages)
+    boxes = [(rank, 0, 0.62, 1, mix(RANK_COLORS[rank], "#FFFFFF", 0.45), text) for rank, text in enumerate(texts)]
+    with picture_axes(1.2 + 0.2 * max(text.count("\n") + 1 for text in texts)) as axes:
+        draw_diagram(axes, ((-0.05, num_stages - 0.33), (-0.05, 1.3)), boxes, fontsize=9, edgecolor="black")
+        for rank in range(num_stages):
+            write(axes, rank + 0.31, 1.16, f"rank {rank}", fontsize=9.5, fontweight="bold")
+        for cut in range(num_stages - 1):
+            left, middle, right = cut + 0.65, cut + 0.81, cut + 0.97
+            draw_arrows(axes, [((left, 0.7), (right, 0.7))], ACTIVATION_COLOR, linewidth=2)
+            draw_arrows(axes, [((right, 0.3), (left, 0.3))], GRADIENT_COLOR, linewidth=2)
+            write(axes, middle, 0.85, "x_BSD", fontsize=8.5, color=ACTIVATION_COLOR)
+            write(axes, middle, 0.15, "its grad", fontsize=8.5, color=GRADIENT_COLOR)
         axes.set_title("Only the cuts communicate: hidden states forward, their gradient backward")
 
 
@@ -91,41 +83,43 @@ class MessageArrow:
 
 def message_arrows(simulation: Simulation) -> list[MessageArrow]:
     """Return each message between two ranks of a simulated schedule."""
-    schedule = simulation.schedule
     at = {one: (rank, span) for rank, row in enumerate(simulation.timed) for one, span in row}
-    arrows = []
-    for one, (rank, span) in at.items():
-        for need in needs(one, schedule):
-            src, made = at[need]
-            if src != rank:
-                arrows.append(MessageArrow(one.op, src, made.stop_s, rank, span.start_s))
-    return arrows
+    return [
+        MessageArrow(one.op, at[need][0], at[need][1].stop_s, rank, span.start_s)
+        for one, (rank, span) in at.items()
+        for need in needs(one, simulation.schedule)
+        if at[need][0] != rank
+    ]
 
 
 @checked
 def show_messages(simulation: Simulation, title: str) -> None:
     """Show a simulated schedule as a chart, with an arrow for each message."""
-    picture, arrows = schedule_picture(simulation), message_arrows(simulation)
+    picture = schedule_picture(simulation)
     with picture_axes(chart_height_in(picture) + 0.95) as axes:
         draw_schedule(axes, picture)
-        for arrow in arrows:
-            color = ACTIVATION_COLOR if arrow.op == "F" else GRADIENT_COLOR
-            down = 0.3 if arrow.dst > arrow.src else -0.3
-            look = {"arrowstyle": "-|>", "color": color, "linewidth": 1.4}
-            axes.annotate(
-                "", (arrow.used_s, arrow.dst - down), xytext=(arrow.sent_s, arrow.src + down), arrowprops=look
-            )
+        for one in message_arrows(simulation):
+            down = 0.3 if one.dst > one.src else -0.3
+            color = ACTIVATION_COLOR if one.op == "F" else GRADIENT_COLOR
+            draw_arrows(axes, [((one.sent_s, one.src + down), (one.used_s, one.dst - down))], color, zorder=4)
         axes.set_title(title)
         axes.set_xlabel("simulated time (slots)")
         legend_below(axes, legend_of([picture]))
 
 
+def in_order(traces: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    """Return spans from as many ends as came before each to as many as have come with its own."""
+    ends = sorted(span.stop_s for trace in traces for span in trace)
+    return [
+        [replace(s, start_s=float(bisect(ends, s.start_s)), stop_s=float(bisect(ends, s.stop_s))) for s in trace]
+        for trace in traces
+    ]
+
+
 @checked
 def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str) -> None:
     """Show in which order the ranks of a schedule computed what: a place for each end, whatever its seconds."""
-    ends = sorted(span.stop_s for trace in traces for span in trace)
-    rows = [[_placed(span, ends) for span in trace] for trace in traces]
-    picture = measured_picture(simulate(schedule), rows).measured
+    picture = measured_picture(simulate(schedule), in_order(traces)).measured
     with picture_axes(chart_height_in(picture) + 0.5) as axes:
         draw_schedule(axes, picture)
         axes.set_title(title)
@@ -133,61 +127,25 @@ def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str)
         legend_below(axes, legend_of([picture]))
 
 
-def _placed(span: Span, ends: Sequence[float]) -> Span:
-    """From as many ends as came before it to as many as have come with its own."""
-    return replace(span, start_s=float(bisect(ends, span.start_s)), stop_s=float(bisect(ends, span.stop_s)))
-
-
 # ---------------------------------------------------------------- backward in two halves
 
 
-@dataclass(frozen=True)
-class HalfBox:
-    """One box of the graph: its column (a layer), its row, what it says, and its operation."""
-
-    column: int
-    row: int
-    text: str
-    op: str
-
-
-def half_boxes(num_layers: Size) -> list[HalfBox]:
-    """Return for each linear layer of a stage its forward, its I and its W."""
-    boxes = []
-    for layer in range(num_layers):
-        boxes.append(HalfBox(layer, 0, f"z = W{layer} x", "F"))
-        boxes.append(HalfBox(layer, 1, f"dx = W{layer}ᵀ dz", "I"))
-        boxes.append(HalfBox(layer, 2, f"dW{layer} = dz xᵀ", "W"))
-    return boxes
-
-
-@checked
-def show_halves(num_layers: Size = 3) -> None:
+def show_halves() -> None:
     """Show which products of backward the rank before waits for, and which nobody waits for."""
-    with picture_axes(2.7) as axes:
-        for box in half_boxes(num_layers):
-            labelled_box(axes, (box.column, box.row), (0.7, 0.55), OP_COLORS[box.op], box.text, fontsize=10)
-        arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.5}
-        for layer in range(num_layers + 1):
-            axes.annotate("", (layer - 0.02, 0.275), xytext=(layer - 0.3, 0.275), arrowprops=arrow)
-            axes.annotate("", (layer - 0.3, 1.275), xytext=(layer - 0.02, 1.275), arrowprops=arrow)
-        for layer in range(num_layers):
-            axes.annotate("", (layer + 0.35, 2.0), xytext=(layer + 0.35, 1.57), arrowprops=arrow)
-        notes = {
-            0.275: "x from the\nrank before",
-            1.275: "the rank before\nwaits for this",
-            2.275: "optimizer,\nat the end",
-        }
-        for y, text in notes.items():
-            axes.text(-0.35, y, text, ha="right", va="center", fontsize=9)
-        for y, text in {
-            0.275: "forward F",
-            1.275: "first half I",
-            2.275: "second half W:\nat any time after I",
-        }.items():
-            axes.text(num_layers + 0.05, y, text, ha="left", va="center", fontsize=9)
-        bare(axes, (-1.15, num_layers + 0.95), (2.65, -0.15))
-        axes.set_title("Backward has two products per layer; only one of them is waited for")
+    layers, boxes = 3, []
+    for layer in range(layers):
+        boxes.append((layer, 0, 0.7, 0.55, OP_COLORS["F"], f"z = W{layer} x"))
+        boxes.append((layer, 1, 0.7, 0.55, OP_COLORS["I"], f"dx = W{layer}ᵀ dz"))
+        boxes.append((layer, 2, 0.7, 0.55, OP_COLORS["W"], f"dW{layer} = dz xᵀ"))
+    arrows = [((layer - 0.3, 0.275), (layer - 0.02, 0.275)) for layer in range(layers + 1)]
+    arrows += [((layer - 0.02, 1.275), (layer - 0.3, 1.275)) for layer in range(layers + 1)]
+    arrows += [((layer + 0.35, 1.57), (layer + 0.35, 2.0)) for layer in range(layers)]
+    left = ("x from the\nrank before", "the rank before\nwaits for this", "optimizer,\nat the end")
+    right = ("forward F", "first half I", "second half W:\nat any time after I")
+    notes = [(-0.35, 0.275 + row, text, "right") for row, text in enumerate(left)]
+    notes += [(layers + 0.05, 0.275 + row, text, "left") for row, text in enumerate(right)]
+    said = "Backward has two products per layer; only one of them is waited for"
+    diagram(2.7, said, ((-1.15, layers + 0.95), (2.65, -0.15)), boxes, arrows, notes, fontsize=10)
 
 
 # ---------------------------------------------------------------- which stages a rank holds
@@ -208,28 +166,121 @@ def placements(pp: Size) -> dict[str, list[tuple[int, ...]]]:
     return one | placed | {"DualPipe (two directions)": [(rank, pp - 1 - rank) for rank in range(pp)]}
 
 
-@checked
-def show_placements(pp: Size = 4) -> None:
-    """Show which stages each rank holds in four families of schedules.
-
-    Raises   ValueError if there are more ranks than the picture has room for
-    """
-    if not 2 <= pp <= MOST_STAGES:
-        raise ValueError(f"pp is {pp}; the picture has room for 2 to {MOST_STAGES} ranks")
-    rows = placements(pp)
+def show_placements() -> None:
+    """Show which stages each of four ranks holds in four families of schedules."""
+    pp, rows, names = 4, [], []
+    for name, of_ranks in placements(pp).items():
+        count = 1 + max(stage for stages in of_ranks for stage in stages)
+        rows.append([])
+        for stages in of_ranks:
+            for stage in stages:
+                color = mix(OKABE_ITO["sky"], "#FFFFFF", 0.75 * stage / (count - 1))
+                rows[-1].append(Tile(f"stage {stage}", color, 0.86 / len(stages), {"linewidth": 2}))
+            rows[-1].append(0.14)
+        names.append(f"{name}\n{count} stages")
     with picture_axes(2.9) as axes:
-        for row, (name, of_ranks) in enumerate(rows.items()):
-            num_stages = 1 + max(stage for stages in of_ranks for stage in stages)
-            for rank, stages in enumerate(of_ranks):
-                for place, stage in enumerate(stages):
-                    color = mix(OKABE_ITO["sky"], "#FFFFFF", 0.75 * stage / (num_stages - 1))
-                    width = 0.86 / len(stages)
-                    corner = rank + place * width, row
-                    labelled_box(axes, corner, (width, 0.62), color, f"stage {stage}", fontsize=9, linewidth=2)
-            axes.text(-0.1, row + 0.31, f"{name}\n{num_stages} stages", ha="right", va="center", fontsize=9)
-        axes.set_xticks([rank + 0.43 for rank in range(pp)], [f"rank {rank}" for rank in range(pp)])
+        draw_tiles(axes, rows, names, height=0.62, fontsize=9)
+        axes.set_xticks([rank + 0.43 for rank in range(pp)], ranks(pp))
         axes.xaxis.tick_top()
-        axes.tick_params(length=0)
-        axes.set(xlim=(-0.05, pp), ylim=(len(rows) - 0.25, -0.15), yticks=[])
-        axes.spines[:].set_visible(False)
         axes.set_title("Which stages a rank holds; a lighter stage is nearer to the loss")
+
+
+# ---------------------------------------------------------------- which layers where
+
+
+def stages_title(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int]) -> str:
+    """How many layers, stages and ranks; and whether the first rank has the last stage too."""
+    ends = "rank 0 has both ends of the model" if rank_of_stage[-1] == 0 else "embedding on the first, head on the last"
+    counts = f"{len(layers_of_stage)} stages on {1 + max(rank_of_stage)} ranks"
+    return f"{sum(layers_of_stage)} layers in {counts}: {ends}"
+
+
+@checked
+def show_stages_of_model(
+    layers_of_stage: Sequence[int],
+    rank_of_stage: Sequence[int] | None = None,
+    parameters_of_rank: Sequence[float] | None = None,
+) -> None:
+    """Show which layers are where, with embedding and head; beside it the parameters of each rank, if given.
+
+    Without `rank_of_stage` stage s is on rank s.
+    Raises   ValueError if there is no stage, a negative number of layers, or not one rank for each stage
+    """
+    owners = list(range(len(layers_of_stage)) if rank_of_stage is None else rank_of_stage)
+    if not layers_of_stage or len(owners) != len(layers_of_stage) or min(layers_of_stage) < 0:
+        raise ValueError(
+            f"got {len(layers_of_stage)} stages with layers {list(layers_of_stage)} and {len(owners)} ranks; "
+            "give the layers of each stage, 0 or more, and the rank of each"
+        )
+    count, layers = 1 + max(owners), sum(layers_of_stage)
+    if count > MOST_STAGES or layers > 32:
+        raise ValueError(f"{layers} layers on {count} ranks; the picture has room for 32 on {MOST_STAGES}")
+    ends = max(1.0, 0.085 * layers)  # the width of embedding and head, which have names to write
+    columns = 1 if parameters_of_rank is None else 2
+    look = {"squeeze": False, "width_ratios": (4, 1)[:columns]}
+    with picture_panels(1, columns, 0.95 + 0.44 * count, stages_title(layers_of_stage, owners), **look) as (_, panels):
+        axes, last = panels[0, 0], len(owners) - 1
+        word = "stage " if min(layers_of_stage) >= 0.085 * layers else "s"
+        for stage, (rank, stop) in enumerate(zip(owners, accumulate(layers_of_stage), strict=True)):
+            first, color = stop - layers_of_stage[stage], RANK_COLORS[rank]
+            boxes = [(ends + layer, 1.0, str(layer), "") for layer in range(first, stop)]
+            boxes += [(0.0, ends, "embed", "....")] if stage == 0 else []
+            boxes += [(ends + layers, ends, "head", "....")] if stage == last else []
+            left = ends + first - ends * (stage == 0)
+            right = ends + stop + ends * (stage == last)
+            frame = {"edgecolor": "#777777", "linewidth": 0.8}
+            labelled_box(axes, (left, rank + 0.03), (right - left, 0.94), "#F6F6F6", **frame)
+            write(axes, (left + right) / 2, rank + 0.19, f"{word}{stage}", fontsize=8)
+            for x, width, label, hatch in boxes:
+                labelled_box(axes, (x, rank + 0.36), (width, 0.54), color, label, 7.5, hatch=hatch)
+        _name_rows(axes, count)
+        axes.set(xlim=(-0.01 * layers, layers * 1.01 + 2 * ends), xticks=[])
+        axes.set_xlabel("the model from input to output, layers numbered from 0; in frames the stages")
+        if parameters_of_rank is not None:
+            _draw_parameters(panels[0, 1], parameters_of_rank)
+
+
+def _name_rows(axes, count: int) -> None:
+    axes.set_yticks([rank + 0.5 for rank in range(count)], ranks(count))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_ylim(count + 0.02, -0.02)
+
+
+def _draw_parameters(axes, parameters_of_rank: Sequence[float]) -> None:
+    """What each rank holds, as bars beside its row."""
+    for rank, parameters in enumerate(parameters_of_rank):
+        axes.barh(rank + 0.5, parameters / 1e9, height=0.54, color=KIND_COLORS["parameters"])
+        write(axes, parameters / 1e9, rank + 0.5, f" {three_digits(parameters / 1e9)}", "left")
+    axes.set(ylim=(len(parameters_of_rank) + 0.02, -0.02), yticks=[], xlabel="parameters (billions)")
+    axes.set_xlim(0, max(parameters_of_rank) / 1e9 * 1.25)
+
+
+# ---------------------------------------------------------------- between waiting and memory
+
+
+@checked
+def show_tradeoff(simulations: Sequence[Simulation]) -> None:
+    """Show bubble against memory of the fullest rank; an arrow leads to the bubble without a barrier between steps.
+
+    Raises   ValueError if there is no simulation
+    """
+    if not simulations:
+        raise ValueError("there is no simulation to draw; give at least one simulate(schedule, costs)")
+    points = [(max(peaks_of(one)), one.bubble_of_ideal) for one in simulations]
+    widest, blue = max(x for x, _ in points) or 1.0, OKABE_ITO["blue"]
+    with picture_axes(3.3) as axes:
+        for one, (x, y) in zip(simulations, points, strict=True):
+            axes.plot(x, y, "o", color=blue)
+            left = any(abs(y - other) < 0.02 and 0 < near - x < 0.3 * widest for near, other in points)
+            side = {"xytext": (-7, 2), "ha": "right"} if left else {"xytext": (7, 2)}
+            axes.annotate(one.schedule.name, (x, y), fontsize=8.5, textcoords="offset points", **side)
+            back_to_back = one.bubble_of_ideal_back_to_back
+            if y - back_to_back > 0.004:  # closer ones are one point
+                draw_arrows(axes, [((x, y), (x, back_to_back))], "#777777", arrowstyle="->", linestyle=":")
+                axes.plot(x, back_to_back, "o", mfc="white", color=blue)
+        top = 1.15 * max(y for _, y in points) or 1.0
+        axes.set(xlim=(0, 1.3 * widest), ylim=(-0.06 * top, top), ylabel="bubble, of ideal time")
+        axes.set_xlabel("peak in-flight micro-batches on a rank (through all of its layers)")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_title("Filled: until the last rank is done. Open: from step to step", fontsize=10)

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.layout.experts import ExpertLayout
+from course_lib.plots.diagrams import draw_diagram
 from course_lib.plots.palette import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
-    NEUTRAL_COLOR,
-    OKABE_ITO,
     RANK_COLORS,
     channels,
     mix,
@@ -19,9 +17,7 @@ from course_lib.plots.palette import (
 )
 from course_lib.plots.style import (
     BELOW,
-    CENTRED,
     UNITS,
-    labelled_box,
     panel_title,
     picture_axes,
     picture_panels,
@@ -38,146 +34,34 @@ MOST_RANKS = 64
 # ---------------------------------------------------------------- the way of tokens
 
 
-@dataclass(frozen=True)
-class Route:
-    """One assignment of one token: from its rank to an expert's, with its weight; crosses home, within, between."""
-
-    token: int
-    expert: int
-    weight: float
-    kept: bool
-    link: str
-
-
-def token_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence | None = None) -> list[Route]:
-    """Every choice of a routing: one expert_Tk a rank (-1 where it was dropped on the way), and weight_Tk if known.
-
-    Tokens are counted over all ranks.
-    Raises   ValueError if the routing has another number of ranks than the layout
-    """
-    if len(experts) != layout.ep_size:
-        raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
-    routes, token = [], 0
-    for src, rows in enumerate(experts):
-        for place, row in enumerate(rows):
-            for slot, expert in enumerate(row):
-                expert = int(expert)
-                if expert >= 0:
-                    dst = layout.rank_of_expert(expert)
-                    same_node = layout.node_of_rank(src) == layout.node_of_rank(dst)
-                    link = "home" if src == dst else "within" if same_node else "between"
-                    weight = 1 / len(row) if weights is None else float(weights[src][place][slot])
-                    routes.append(Route(token, expert, weight, True, link))
-            token += 1
-    return routes
-
-
-def within_capacity(routes: Sequence[Route], capacity: Size) -> list[Route]:
-    """The same routes, of which each expert takes the first `capacity`; the others are dropped."""
-    taken: dict[int, int] = {}
-    limited = []
-    for route in routes:
-        taken[route.expert] = taken.get(route.expert, 0) + 1
-        kept = route.kept and taken[route.expert] <= capacity
-        limited.append(Route(route.token, route.expert, route.weight, kept, route.link))
-    return limited
-
-
-ROUTE_COLORS = {"home": "#777777", "within": OKABE_ITO["blue"], "between": OKABE_ITO["vermillion"]}
-ROUTE_STYLES = {"home": "-", "within": "-", "between": (0, (5, 1.5))}
-CROSSED_AT = 0.9  # of the way: where a dropped assignment is crossed out
-ROUTE_NAMES = {"home": "stays on its rank", "within": "to a rank of its node", "between": "to another node"}
-
-
-def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: Size) -> None:
-    """Tokens on the left by rank, experts on the right by rank, a line for each assignment, thick where it weighs."""
-    tokens_per_rank = num_tokens // layout.ep_size
-    height = layout.ep_size * max(tokens_per_rank, layout.experts_per_rank) * 1.0
-    token_at = _column(axes, -0.9, num_tokens, layout.ep_size, height, "t", left=True)
-    expert_at = _column(axes, 2.0, layout.num_experts, layout.ep_size, height, "E", left=False)
-    for route in routes:
-        look = {"color": ROUTE_COLORS[route.link], "linestyle": ROUTE_STYLES[route.link], "alpha": 0.9}
-        if not route.kept:
-            look = {"color": "black", "linestyle": ":", "alpha": 0.9}
-        xs, ys = (0.02, 1.98), (token_at[route.token], expert_at[route.expert])
-        axes.plot(xs, ys, linewidth=0.5 + 2.4 * route.weight, **look)
-        if not route.kept:
-            crossed = [a + CROSSED_AT * (b - a) for a, b in (xs, ys)]
-            axes.plot(*crossed, marker="x", color="black", markersize=7, markeredgewidth=2, zorder=3)
-    for node in range(layout.num_nodes if layout.num_nodes > 1 else 0):
-        middle = height * (node + 0.5) / layout.num_nodes
-        axes.text(-1.72, middle, f"node {node}", rotation=90, **CENTRED, fontsize=9)
-        if node:
-            axes.axhline(height * node / layout.num_nodes, color=NEUTRAL_COLOR, linewidth=1)
-    axes.set(xlim=(-1.85, 3.6), ylim=(height, -0.75), xticks=[], yticks=[])
-    for x, text in ((-0.45, "tokens"), (2.45, "experts")):
-        axes.text(x, -0.35, text, **CENTRED, fontsize=9)
-    axes.spines[:].set_visible(False)
-    links = [link for link in ROUTE_COLORS if any(route.link == link and route.kept for route in routes)]
-    handles = [
-        plt.Line2D([], [], color=ROUTE_COLORS[k], linestyle=ROUTE_STYLES[k], label=ROUTE_NAMES[k]) for k in links
-    ]
-    if any(not route.kept for route in routes):
-        handles.append(plt.Line2D([], [], color="black", linestyle=":", marker="x", label="dropped: expert full"))
-    if layout.ep_size == 1:
-        del handles[: len(links)]  # with one rank there is nowhere else to go
-    if handles:
-        axes.legend(handles=handles, ncol=len(handles), borderaxespad=0.4, **(BELOW | {"handlelength": 2.6}))
-
-
-def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: str, left: bool) -> dict[int, float]:
-    """Boxes numbered from 0, grouped by rank; returns the height of each one's middle."""
-    share = height / num_ranks
-    per_rank = count // num_ranks
-    middle = {}
-    for rank in range(num_ranks):
-        color = RANK_COLORS[rank % len(RANK_COLORS)]
-        box = min(0.8, share * 0.86 / per_rank)
-        first = rank * share + (share - per_rank * box) / 2
-        for place in range(per_rank):
-            y = first + place * box
-            index = rank * per_rank + place
-            middle[index] = y + box / 2
-            labelled_box(axes, (x, y + 0.03), (0.9, box - 0.06), color, f"{letter}{index}", fontsize=8)
-        if num_ranks > 1:
-            side = {"ha": "right" if left else "left", "va": "center", "fontsize": 9}
-            axes.text(x - 0.08 if left else x + 0.98, (rank + 0.5) * share, f"rank {rank}", **side)
-    return middle
-
-
-def routes_title(routes: Sequence[Route]) -> str:
-    """How many rows stay, and how many leave their rank or node."""
-    counts = {link: sum(route.kept and route.link == link for route in routes) for link in ROUTE_COLORS}
-    lost = sum(not route.kept for route in routes)
-    said = f"{len(routes)} assignments: {counts['home']} on the token's own rank, {counts['within']} within its node"
-    return said + f", {counts['between']} on another node" + (f", {lost} dropped" if lost else "")
-
-
 @checked
-def show_routes(
-    experts: Sequence,
-    layout: ExpertLayout,
-    weights: Sequence | None = None,
-    capacity: Size | None = None,
-    title: str = "",
-) -> None:
-    """Show the way of a few tokens: from their ranks to their experts. One expert_Tk a rank, equally many tokens each.
+def show_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence, title: str) -> None:
+    """Show the way of a few tokens of one rank to their experts: lines as thick as weights.
 
-    Raises   ValueError if there are more tokens or experts than the picture has room for
+    experts, weights   expert_Tk and weight_Tk of each rank, of which there is one
+    Raises   ValueError if there are several ranks, or more tokens or experts than the picture has room for
     """
-    routes = token_routes(experts, layout, weights)
-    if capacity is not None:
-        routes = within_capacity(routes, capacity)
-    num_tokens = sum(len(rows) for rows in experts)
-    if max(num_tokens, layout.num_experts) > 32 or len({len(rows) for rows in experts}) > 1:
+    if layout.ep_size != 1 or len(experts) != 1 or max(len(experts[0]), layout.num_experts) > 32:
         raise ValueError(
-            f"got {num_tokens} tokens and {layout.num_experts} experts; the picture has room for 32 of each, and each "
-            "rank brings equally many tokens"
+            f"got {layout.ep_size} ranks and {layout.num_experts} experts; give one rank, 32 experts at most"
         )
-    height = layout.ep_size * max(num_tokens // layout.ep_size, layout.experts_per_rank)
+    (expert_Tk,), (weight_Tk,) = experts, weights
+    height = max(len(expert_Tk), layout.num_experts)
+
+    def middles(count: int) -> list[float]:
+        return [(height - 0.8 * count) / 2 + 0.8 * (index + 0.5) for index in range(count)]
+
+    token_at, expert_at = middles(len(expert_Tk)), middles(layout.num_experts)
+    boxes = [(-0.9, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"t{index}") for index, y in enumerate(token_at)]
+    boxes += [(2.0, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"E{index}") for index, y in enumerate(expert_at)]
     with picture_axes(1.1 + 0.26 * height) as axes:
-        draw_routes(axes, routes, layout, num_tokens)
-        axes.set_title(title or routes_title(routes))
+        notes = [(-0.45, -0.35, "tokens"), (2.45, -0.35, "experts")]
+        draw_diagram(axes, ((-1.85, 3.6), (height, -0.75)), boxes, (), notes, fontsize=8)
+        for token, chosen in enumerate(expert_Tk):
+            for expert, weight in zip(chosen, weight_Tk[token], strict=True):
+                ends = (0.02, 1.98), (token_at[token], expert_at[int(expert)])
+                axes.plot(*ends, color="#777777", linewidth=0.5 + 2.4 * float(weight), alpha=0.9)
+        axes.set_title(title)
 
 
 # ---------------------------------------------------------------- who sends what to whom

@@ -48,7 +48,8 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
     """Axes of a figure of their own, in the course's style; the figure is shown when they are drawn."""
     with style():
         figure, axes = plt.subplots(figsize=(width_in, height_in))
-        yield axes
+        with _closed_after_an_error(figure):
+            yield axes
         finish(figure)
 
 
@@ -60,8 +61,18 @@ def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = 
     """
     with style():
         figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height_in), **look)
-        yield figure, panels
+        with _closed_after_an_error(figure):
+            yield figure, panels
         finish(figure, title)
+
+
+@contextmanager
+def _closed_after_an_error(figure) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        plt.close(figure)
+        raise
 
 
 def panel_title(axes, text: str, loc: str = "left") -> None:
@@ -74,6 +85,32 @@ def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
     axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def write(axes, x: float, y: float, text: str, align: str = "center", fontsize: float = 9, **look) -> Text:
+    """Write a text at half of its height: its centre, or its `align` (left, right), stands at x."""
+    return axes.text(x, y, text, **({"ha": align, "va": "center", "fontsize": fontsize} | look))
+
+
+def key(color: str, label: str, hatch: str = "", **look) -> Patch:
+    """Return the legend's entry of a colour."""
+    return Patch(facecolor=color, label=label, hatch=hatch, **({"edgecolor": "white"} | look))
+
+
+def keys_below(axes_or_figure, handles: list, pad: float = 4.0, **look) -> None:
+    """Put a legend below axes, so far below them; or below all panels of a figure."""
+    look = {"handles": handles, "ncol": len(handles)} | look
+    if hasattr(axes_or_figure, "suptitle"):
+        axes_or_figure.legend(loc="outside lower center", **look)
+    else:
+        axes_or_figure.legend(borderaxespad=pad, **(BELOW | look))
+
+
+def plain_rows(axes, names: list[str], least: float = -0.6, most: float = -0.4) -> None:
+    """Name rows of bars, the first on top, without ticks."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) + most, least)
 
 
 def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 9) -> None:

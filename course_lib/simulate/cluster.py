@@ -31,6 +31,7 @@ from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
 from course_lib.memory.zero import Offload
 from course_lib.model import moe
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
 from course_lib.run import Run
@@ -140,7 +141,7 @@ def simulate_rank(
     ):
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
         engine = five_d.build(config, layout, fill=fill_with_nothing, **options)
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         if run.recipe == "bf16":  # moments in BF16, no FP32 copy
             optimizer = torch.optim.AdamW(optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -151,7 +152,7 @@ def simulate_rank(
         with TapeTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter, FlopMeter() as flop_meter:
             tape = Tape(tracker, meter, flop_meter)
             with replaced(Executor, "compute", tape.wrap) if replay else nullcontext():
-                five_d.step(engine, micro_batches, optimizer, clip_norm)
+                engines.step(engine, micro_batches, optimizer, clip_norm)
         timeline = tracker.timeline
     return SimulatedRank(
         rank=rank,

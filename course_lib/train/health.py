@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.validate import Amount, Index, Positive, checked
 
@@ -33,7 +34,7 @@ class RanksDisagree(RuntimeError):
 
 
 def compare_ranks(
-    engine: five_d.FiveD, step: int, numbers: five_d.StepNumbers, micro_batches: five_d.MicroBatches
+    engine: five_d.FiveD, step: int, numbers: engines.StepNumbers, micro_batches: five_d.MicroBatches
 ) -> None:
     """Let all ranks tell each other what they hold after a step.
 
@@ -57,7 +58,7 @@ def _tokens_name(engine: five_d.FiveD) -> str:
     return f"{TOKENS}{engine.groups.coordinates['dp']}"
 
 
-def numbers_of(engine: five_d.FiveD, numbers: five_d.StepNumbers) -> dict[str, str]:
+def numbers_of(engine: five_d.FiveD, numbers: engines.StepNumbers) -> dict[str, str]:
     """What this rank holds and others too: a name that says who must hold the same -> a text of the numbers.
 
     Of ZeRO-3 nothing but what it leaves whole: a shard is nobody else's.

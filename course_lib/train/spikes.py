@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import checkpoint, comm
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.train.plan import Checkpoints, TrainPlan
 from course_lib.train.stop import agreed
@@ -144,7 +145,7 @@ class SpikeGuard:
         if self.plan.spike_factor and every and (self.copy is None or steps_done % every == 0):
             self.copy, self.good_then = StateCopy(self.engine, self.optimizer, steps_done), list(self.good)
 
-    def find(self, numbers: five_d.StepNumbers) -> str:
+    def find(self, numbers: engines.StepNumbers) -> str:
         """Return why this step is a spike, in words, or nothing; all ranks say the same of whether it is.
 
         Bytes    an all-reduce of 4 bytes a step
@@ -159,7 +160,7 @@ class SpikeGuard:
         self.good = [*self.good[1 - self.plan.spike_window :], [loss, norm]]
         return ""
 
-    def roll_back(self, step: int, why: str, numbers: five_d.StepNumbers) -> int:
+    def roll_back(self, step: int, why: str, numbers: engines.StepNumbers) -> int:
         """Load the last good state, skip the batch of this step; return how many steps are done there.
 
         Raises   LossSpike on every rank if it was rolled back as often as the plan allows
@@ -181,7 +182,7 @@ class SpikeGuard:
         return done
 
 
-def not_finite_on(numbers: five_d.StepNumbers) -> str:
+def not_finite_on(numbers: engines.StepNumbers) -> str:
     """Return in words which ranks' own part of the loss is no finite number; all ranks must call it.
 
     Ranks of one tp or cp group compute one loss together, and all of them are named. With a pipeline it is the last

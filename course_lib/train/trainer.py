@@ -48,6 +48,7 @@ from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hi
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import FP64
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.train import log as train_log
@@ -140,7 +141,7 @@ def train(
     settings = agree(config, layout, plan)
     check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
-    optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
+    optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     with folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
         return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
 
@@ -259,16 +260,16 @@ def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) 
 
 def train_step(
     engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step: int, micro_batches: five_d.MicroBatches
-) -> five_d.StepNumbers:
+) -> engines.StepNumbers:
     """One step; returns its loss and gradient norm. Nothing but the weights comes from the steps before."""
     seed_step(plan, step, engine.groups.coordinates)
     for options in optimizer.param_groups:
         options["lr"] = learning_rate_of(plan, step)
-    return five_d.measured_step(engine, micro_batches, optimizer, plan.clip_norm)
+    return engines.measured_step(engine, micro_batches, optimizer, plan.clip_norm)
 
 
 def line_of(
-    engine: five_d.FiveD, plan: TrainPlan, logs: Logs, step: int, numbers: five_d.StepNumbers, seconds: dict
+    engine: five_d.FiveD, plan: TrainPlan, logs: Logs, step: int, numbers: engines.StepNumbers, seconds: dict
 ) -> dict[str, object]:
     """What a rank's log says of a step."""
     layout, device = engine.layout, rank_device()
@@ -286,7 +287,7 @@ def line_of(
 
 
 def go_back(
-    guard: SpikeGuard, step: int, why: str, numbers: five_d.StepNumbers, log: train_log.RunLog | None, say: Say
+    guard: SpikeGuard, step: int, why: str, numbers: engines.StepNumbers, log: train_log.RunLog | None, say: Say
 ) -> int:
     """Roll back after a spike, say so and write it into the log; returns how many steps are done."""
     batch = guard.batch(step)
@@ -301,7 +302,7 @@ def ignore(text: str) -> None:
     """What ranks other than the first say."""
 
 
-def check_finite(numbers: five_d.StepNumbers, step: int) -> None:
+def check_finite(numbers: engines.StepNumbers, step: int) -> None:
     loss = numbers.loss.item()
     if not math.isfinite(loss):
         raise FloatingPointError(

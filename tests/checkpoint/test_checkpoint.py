@@ -29,9 +29,10 @@ from course_lib.launch import RankError, launch
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
 from course_lib.model.llama import ModelConfig
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
+from course_lib.parallel.engine import full_parameters
 from course_lib.parallel.shards import flatten_and_pad, my_shard
-from course_lib.parallel.whole import full_parameters
 from course_lib.weights.pieces import Piece
 
 DENSE = ModelConfig("dense", 4, 32, 4, 2, 52, 97, 64, tied=True)  # 97 and 52 / 4 do not divide; 2 heads on tp 4
@@ -106,7 +107,7 @@ CONVERSIONS = [
 
 def built(config, text, dtype=F32, seed=0):
     engine = five_d.build(config, Layout.parse(text), seed, dtype)
-    return engine, five_d.make_optimizer(engine)
+    return engine, engines.make_optimizer(engine)
 
 
 def micro_batches(engine, step):
@@ -122,7 +123,7 @@ def train(engine, optimizer, steps):
     for step in steps:
         for options in optimizer.param_groups:
             options["lr"] = 3e-3 / (1 + step)
-        losses.append(five_d.step(engine, micro_batches(engine, step), optimizer).item())
+        losses.append(engines.step(engine, micro_batches(engine, step), optimizer).item())
     return losses
 
 
@@ -412,7 +413,7 @@ def before_the_first_step(folder):
         zeros = {f"{key}.{name}": torch.zeros_like(whole[f"model.{name}"]) for key in STATES[:2]
                  for name in of(whole, "model")}  # fmt: skip
         assert_holds(other, its_optimizer, converted(whole | zeros, BF16))
-        five_d.step(other, micro_batches(other, 0), its_optimizer)
+        engines.step(other, micro_batches(other, 0), its_optimizer)
 
     engine, optimizer = built(DENSE, "dp=1", BF16)  # and where one parameter has taken no step, its master is itself
     train(engine, optimizer, range(1))
@@ -456,7 +457,7 @@ def what_is_frozen_now_has_no_state(folder):
     for dtype in (F32, BF16):
         engine, _ = built(DENSE, "dp=1", dtype)
         five_d.named_parameters(engine)["embed.weight"].requires_grad_(False)
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         checkpoint.load(engine, optimizer, folder / "alone", convert=True)
         assert {param for group in optimizer.param_groups for param in group["params"]} == set(optimizer.state)
         train(engine, optimizer, range(1))

@@ -14,8 +14,9 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.model.llama import ModelConfig, preset
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
-from course_lib.parallel.whole import full_parameters
+from course_lib.parallel.engine import full_parameters
 from course_lib.weights.hf_weights import config_from_transformers
 
 pytestmark = pytest.mark.exhaustive
@@ -36,11 +37,11 @@ MODELS = {
 
 def trained(config, text, folder):
     engine = five_d.build(config, Layout.parse(text))
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     chance = torch.Generator().manual_seed(engine.groups.coordinates["dp"])
     for _ in range(3):
         tokens = torch.randint(97, (engine.layout.micro_batches, 2, 1, 16), generator=chance)
-        five_d.step(engine, list(tokens.unbind(0)), optimizer)
+        engines.step(engine, list(tokens.unbind(0)), optimizer)
     checkpoint.save(engine, optimizer, folder, 3)
     biases = {name: x for stage in engine.stages.values() for name, x in stage.named_buffers() if "bias_steps" in name}
     return full_parameters(engine) | biases
@@ -72,8 +73,8 @@ def import_some(folder, wanted):
 def save_in_bf16(folder):
     """The model and its master weights."""
     engine = five_d.build(MODELS["gpt"][0], Layout.parse("dp=1"), dtype=torch.bfloat16)
-    optimizer = five_d.make_optimizer(engine)
-    five_d.step(engine, [tuple(torch.randint(97, (2, 1, 16)).unbind(0))], optimizer)
+    optimizer = engines.make_optimizer(engine)
+    engines.step(engine, [tuple(torch.randint(97, (2, 1, 16)).unbind(0))], optimizer)
     checkpoint.save(engine, optimizer, folder, 1)
     names = five_d.named_parameters(engine)
     return full_parameters(engine), {name: optimizer.state[param]["master"] for name, param in names.items()}

@@ -18,6 +18,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.model import build as build_whole
 from course_lib.native import pipeline as native_pipeline
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.engine import full_parameters
 
@@ -102,10 +103,10 @@ def without_pickles(folder: Path) -> str:
             dist.all_gather_object([None, None], 1)  # so the trap works
         dist.barrier()
         engine = five_d.build(TOY, Layout.parse("tp=2"), 0)
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         torch.manual_seed(0)
         micro_batches = [(torch.randint(64, (1, 8)), torch.randint(64, (1, 8)))]
-        five_d.step(engine, micro_batches, optimizer)
+        engines.step(engine, micro_batches, optimizer)
         full_parameters(engine)
         checkpoint.save(engine, optimizer, folder, 1)
         checkpoint.state.save_async(engine, optimizer, folder, 2).wait()
@@ -113,11 +114,11 @@ def without_pickles(folder: Path) -> str:
         length = 8 - dist.get_rank()
         short = [(x_BS[:, :length], y_BS[:, :length]) for x_BS, y_BS in micro_batches]
         with pytest.raises(ValueError, match=r"rank 1 brings micro-batches of \[7\] tokens a sequence"):
-            five_d.step(engine, short, optimizer)
+            engines.step(engine, short, optimizer)
         pipelines = [five_d.build(TOY, Layout.parse("pp=2"), 0).pipeline]
         torch.manual_seed(0)
         pipelines += [native_pipeline.build(build_whole(TOY), dist.group.WORLD)]
-        native_pipeline.step(pipelines[1], micro_batches * 2, native_pipeline.make_optimizer(pipelines[1]))
+        engines.step(pipelines[1], micro_batches * 2, engines.make_optimizer(pipelines[1]))
         for pipeline in pipelines:
             full_parameters(pipeline)
     return "done"

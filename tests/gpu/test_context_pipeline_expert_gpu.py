@@ -21,6 +21,7 @@ from course_lib.native import context as native_context
 from course_lib.native import expert as native_expert
 from course_lib.native import pipeline as native_pipeline
 from course_lib.parallel import context, expert, pipeline, tiles
+from course_lib.parallel import engine as engines
 from course_lib.parallel.positions import positions
 from course_lib.training import loss_of
 
@@ -58,9 +59,6 @@ ENGINES = {
     "all-gather, flash kernel": Engine(context, {"method": "all_gather"}, torch.bfloat16, 5e-2),
     "Ulysses": Engine(context, {"method": "ulysses"}),
     "context_parallel, zigzag": Engine(native_context, {}, torch.float32, 1e-4),
-    "context_parallel, contiguous, gathered": Engine(
-        native_context, {"sequence_sharding": "contiguous", "rotate_method": "allgather"}, torch.bfloat16, 5e-2
-    ),
     "1F1B": Engine(pipeline, {}, backends=SENDS),
     "ZBV": Engine(pipeline, {"schedule": "zbv"}, backends=SENDS),
     "PyTorch's 1F1B": Engine(native_pipeline, {}, backends=SENDS),
@@ -93,8 +91,8 @@ def largest_difference(name):
         model.build(engine.config, dtype=engine.dtype, device=device), dist.group.WORLD, **engine.options
     )
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if engine.own_tokens else slice(None)
-    engine.module.accumulate_gradients(cut, [(x_BS[mine], y_BS[mine]) for x_BS, y_BS in batches])
-    ours = engine.module.full_gradients(cut)
+    engines.accumulate_gradients(cut, [(x_BS[mine], y_BS[mine]) for x_BS, y_BS in batches])
+    ours = engines.full_gradients(cut)
     grads = {n: param.grad for n, param in reference.named_parameters() if param.grad is not None}
     largest = max(grad.abs().max() for grad in grads.values())
     return max(((ours[n] - grad).abs().max() / largest).item() for n, grad in grads.items())

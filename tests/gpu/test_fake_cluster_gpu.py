@@ -15,6 +15,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure.storages import replaced
 from course_lib.model import moe
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank
@@ -47,13 +48,13 @@ def allocated(config, text: str) -> int:
     layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(PRECISION)
     with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, device=device, grad_dtype=grad_dtype)
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64, device=device)
         micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
-        five_d.step(engine, micro_batches, optimizer, 1.0)
+        engines.step(engine, micro_batches, optimizer, 1.0)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        five_d.step(engine, micro_batches, optimizer, 1.0)
+        engines.step(engine, micro_batches, optimizer, 1.0)
         torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
 

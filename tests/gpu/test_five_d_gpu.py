@@ -13,7 +13,8 @@ from course_lib import model
 from course_lib.config import PRESETS, preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.parallel import five_d, whole
+from course_lib.parallel import engine as engines
+from course_lib.parallel import five_d
 from course_lib.training import loss_of
 
 pytestmark = pytest.mark.gpu
@@ -72,9 +73,9 @@ def largest_difference(name, text):
         share.backward()
         loss += share.item()
     engine = five_d.build(config, layout, dtype=torch.float64, device=device)
-    got = five_d.accumulate_gradients(engine, of_ranks[engine.groups.coordinates["dp"]]).item()
+    got = engines.accumulate_gradients(engine, of_ranks[engine.groups.coordinates["dp"]]).item()
     grads = {key: param.grad for key, param in reference.named_parameters() if param.grad is not None}
-    ours = whole.full_gradients(engine)
+    ours = engines.full_gradients(engine)
     largest = max(grad.abs().max() for grad in grads.values())
     return max(
         abs(got - loss), *((ours[key].to(device) - x).abs().max().item() / largest.item() for key, x in grads.items())

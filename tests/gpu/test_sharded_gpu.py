@@ -14,6 +14,7 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.measure import MemoryTracker
+from course_lib.parallel import engine as engines
 from course_lib.parallel import sequence, tensor, zero
 from course_lib.training import loss_of
 
@@ -50,8 +51,8 @@ def largest_difference(name):
     loss_of(reference, x_BS, y_BS).backward()
     engine = module.build(model.build(CONFIG, dtype=torch.float64, device=device), dist.group.WORLD, **options)
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if module is zero else slice(None)
-    module.accumulate_gradients(engine, [(x_BS[mine], y_BS[mine])])
-    ours = module.full_gradients(engine)
+    engines.accumulate_gradients(engine, [(x_BS[mine], y_BS[mine])])
+    ours = engines.full_gradients(engine)
     return max((ours[name] - param.grad).abs().max().item() for name, param in reference.named_parameters())
 
 
@@ -68,13 +69,13 @@ def peaks(name):
     module, options = ENGINES[name]
     config, device = PRESETS["mini"], my_device()
     engine = module.build(model.build(config, device=device), dist.group.WORLD, **options)
-    optimizer = module.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     batches = [tokens_of(config, 4, 256, device)]
-    module.step(engine, batches, optimizer)
+    engines.step(engine, batches, optimizer)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     with MemoryTracker(engine, optimizer) as tracker:
-        module.step(engine, batches, optimizer)
+        engines.step(engine, batches, optimizer)
         torch.cuda.synchronize()
     return tracker.peak_bytes, torch.cuda.max_memory_allocated()
 

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from course_lib.config import preset
-from course_lib.memory.activations import block_terms
-from course_lib.minimal import flash, gradient_difference, kept_bytes, peak_activations
-from course_lib.minimal.passes import PASS_CONFIG
-from course_lib.minimal.recompute import recompute_cores
+from course_lib.minimal import flash, gradient_difference
 from course_lib.model import fused_attention, standard_attention
 
 
@@ -29,44 +25,9 @@ def test_output_and_gradients_are_those_of_other_attentions(seq_len, block_size)
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_the_log_sum_exp_is_that_of_the_whole_row():
-    q, k, v, _ = drawn(33)
-    whole = (q @ k.mT / 8**0.5 + torch.full((33, 33), -torch.inf, dtype=q.dtype).triu(1)).logsumexp(-1, keepdim=True)
-    assert torch.allclose(flash.flash_forward(q, k, v, 16)[1], whole, rtol=0, atol=1e-12)
-
-
 def test_scores_that_overflow_without_the_running_maximum():
     q, k, v, _ = (400 * x.detach() for x in drawn(33))
     assert flash.flash_forward(q, k, v, 8)[0].isfinite().all()
-
-
-@pytest.mark.slow
-def test_the_model_has_the_same_gradients_and_keeps_no_scores():
-    assert gradient_difference(flash.use_flash) < 1e-14
-    standard, fused = (sum(block_terms(PASS_CONFIG, 256, name).values()) for name in ("standard", "fused"))
-    assert kept_bytes() - kept_bytes(flash.use_flash) == PASS_CONFIG.num_layers * 4 * 256 * (standard - fused)
-    assert kept_bytes(flash.use_flash, 512) == 2 * kept_bytes(flash.use_flash, 256) - 4
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_selective_recomputation_after_flash_saves_the_log_sum_exp_alone():
-    def both(model):
-        flash.use_flash(model)
-        recompute_cores(model)
-
-    rows = 4 * 256 * PASS_CONFIG.num_heads * 4
-    assert kept_bytes(flash.use_flash) - kept_bytes(both) == PASS_CONFIG.num_layers * rows
-    assert peak_activations(both) < peak_activations(flash.use_flash)
-
-
-def test_blocks_cover_the_sequence():
-    assert flash.blocks_of(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-
-
-def test_grouped_key_value_heads_do_not_fit_this_version():
-    with pytest.raises(RuntimeError):
-        gradient_difference(flash.use_flash, config=preset("mini"))
 
 
 def error_under_autocast(attention, scale=3):

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
-from course_lib.config import preset
-from course_lib.memory.states import LoRA, state_bytes
-from course_lib.minimal.lora import LoRALinear, add_lora
-from course_lib.minimal.precision import MasterWeights
-from course_lib.minimal.tiny_training import CONFIG, flops_of_a_pass, no_change, train_tiny, zipf_batch
+from course_lib.minimal.lora import add_lora
+from course_lib.minimal.tiny_training import CONFIG, zipf_batch
 from course_lib.model import apply_lora, build
 from course_lib.training import loss_of
 
@@ -44,44 +40,6 @@ def test_loss_and_gradients_are_those_of_the_engine():
     assert all(torch.allclose(found[1][name], grad, rtol=0, atol=1e-12) for name, grad in expected[1].items())
 
 
-def test_gradients_of_an_adapter_follow_from_the_gradient_of_the_full_matrix():
-    torch.manual_seed(0)
-    layer, x = LoRALinear(nn.Linear(6, 4, bias=False, dtype=float64), 2, 6.0), torch.randn(3, 6, dtype=float64)
-    layer.lora_b.data.normal_()
-    full = (layer.base.weight + 3 * layer.lora_b @ layer.lora_a).detach().requires_grad_()
-    (x @ full.T).square().sum().backward()
-    layer(x).square().sum().backward()
-    assert torch.allclose(layer.lora_b.grad, 3 * full.grad @ layer.lora_a.T)
-    assert torch.allclose(layer.lora_a.grad, 3 * layer.lora_b.T @ full.grad)
-
-
-def test_at_first_nothing_changes():
-    plain, fresh = build(CONFIG, dtype=float64), build(CONFIG, dtype=float64)
-    add_both(fresh)
-    (x_BS, _), trained = zipf_batch(), with_adapters(add_both)
-    assert torch.equal(plain(x_BS), fresh(x_BS)) and not torch.allclose(trained(x_BS), plain(x_BS))
-
-
 def test_a_planted_bug_in_the_scale_is_found():
     wrong = with_adapters(lambda model: add_lora(model, rank=4, alpha=8 * 4, targets=EVERY))  # forgets to divide
     assert loss_and_gradients(wrong)[0] != pytest.approx(loss_and_gradients(with_adapters(add_both))[0], abs=1e-6)
-
-
-@pytest.mark.parametrize("targets", [("q", "v"), EVERY])
-def test_bytes_of_states_are_those_of_the_formula(targets):
-    def change(model):
-        add_lora(model, 8, 16, targets)
-
-    held = train_tiny(MasterWeights, torch.bfloat16, 2, change=change).held_bytes
-    formula = state_bytes(CONFIG, lora=LoRA(8, targets))
-    assert held == {name: getattr(formula, name) for name in ("parameters", "gradients", "optimizer")}
-
-
-@pytest.mark.slow
-def test_frozen_weights_need_no_gradient():
-    share = flops_of_a_pass(lambda model: model.head.requires_grad_(False), CONFIG) / flops_of_a_pass(no_change, CONFIG)
-    tokens, head = 8 * 128, CONFIG.vocab_size * CONFIG.d_model
-    assert flops_of_a_pass(no_change, CONFIG) * (1 - share) == pytest.approx(2 * tokens * head)
-    assert 0.6 < flops_of_a_pass(lambda model: add_lora(model, 8, 16), preset("mini")) / flops_of_a_pass(
-        config=preset("mini")
-    ) < 0.7  # fmt: skip

@@ -6,70 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from harness import sampled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.flops import step_flops
-from course_lib.memory.activations import block_terms
-from course_lib.minimal import flops_of_a_pass, gradient_difference, kept_bytes, memory_of_a_pass, peak_activations
+from course_lib.minimal import gradient_difference
 from course_lib.minimal.accumulate import accumulate
 from course_lib.minimal.offload import HostOffload
 from course_lib.minimal.passes import DROPOUT_CONFIG, PASS_CONFIG, full_batch, model_and_batch, no_change
 from course_lib.minimal.recompute import Recomputed, own_leaf, recompute, recompute_cores, recompute_segments
-from course_lib.model import build
-from course_lib.training import accumulate_gradients, loss_of
+from course_lib.training import loss_of
 from course_lib.training.data import micro_batches
-from course_lib.training.offload import offload_activations
-
-TOKENS, SEQ_LEN, LAYERS = 4 * 256, 256, PASS_CONFIG.num_layers
-TERMS = block_terms(PASS_CONFIG, SEQ_LEN, "standard")
-BLOCK = TOKENS * sum(TERMS.values())
-INPUT = TOKENS * TERMS["block input"]
-SCORES = TOKENS * PASS_CONFIG.num_heads * SEQ_LEN * 4
-TABLES = 2 * SEQ_LEN * PASS_CONFIG.head_dim * 4  # cosines and sines of RoPE, once for the model
-HEAD = TOKENS * 4 * (2 * PASS_CONFIG.d_model + 1 + PASS_CONFIG.vocab_size)  # last norm, head, log-softmax
-
 
 # ------------------------------------------------------------------------------------ recomputation
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "size"), sampled([*product([PASS_CONFIG, DROPOUT_CONFIG], [1, 2, 3, 4])], 3))
-def test_recomputed_segments_give_the_same_gradients_with_and_without_dropout(size, config):
-    assert gradient_difference(partial(recompute_segments, blocks_per_segment=size), config=config) == 0
-
-
-def test_recomputed_cores_give_the_same_gradients():
-    assert gradient_difference(recompute_cores) == 0
-
-
-def test_gradients_are_those_of_the_models_own_recomputation():
-    ours, (x_BS, y_BS) = model_and_batch(recompute_segments, 64, PASS_CONFIG, torch.float64)
-    theirs = build(PASS_CONFIG, dtype=torch.float64, attention="standard", recompute="full")
-    for model in (ours, theirs):
-        loss_of(model, x_BS, y_BS).backward()
-    for ours_, theirs_ in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(ours_.grad, theirs_.grad)
-
-
-@pytest.mark.parametrize(
-    ("change", "mode", "blocks_keep"),
-    [
-        (no_change, "none", LAYERS * BLOCK),
-        (recompute_cores, "selective", LAYERS * (BLOCK - SCORES)),
-        (recompute_segments, "full", LAYERS * INPUT),
-    ],
-)
-@pytest.mark.slow
-def test_kept_bytes_and_flops_are_the_formulas_to_the_byte_and_to_the_flop(change, mode, blocks_keep):
-    assert kept_bytes(change) == blocks_keep + HEAD + TABLES + 4  # 4: the sum of the loss's weights
-    assert flops_of_a_pass(change) == step_flops(PASS_CONFIG, TOKENS, SEQ_LEN, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_peak_is_one_input_per_segment_and_one_segment(size):
-    peak = peak_activations(partial(recompute_segments, blocks_per_segment=size))
-    assert 0 <= peak - (LAYERS // size * INPUT + size * BLOCK + TABLES) <= 8
 
 
 def test_after_backward_the_generator_stands_where_it_would_without_recomputation():
@@ -195,16 +143,6 @@ def test_a_second_run_with_other_random_numbers_is_found():
 
 
 # ------------------------------------------------------------------------------------ accumulation
-@pytest.mark.slow
-@pytest.mark.parametrize("count", sampled([1, 2, 3, 4], 2))
-def test_accumulated_gradients_are_those_of_the_batch_and_of_the_engine(count):
-    assert gradient_difference(backward=partial(accumulate, num_micro_batches=count)) < 1e-14
-    grads = []
-    for run in (accumulate, accumulate_gradients):
-        model, (x_BS, y_BS) = model_and_batch(no_change, 64, PASS_CONFIG, torch.float64)
-        run(model, x_BS, y_BS, count)
-        grads.append([param.grad for param in model.parameters()])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
 
 
 def test_means_that_are_not_weighted_are_found():
@@ -243,45 +181,7 @@ def test_shares_of_all_positions_are_found():
     assert (gradients_with_padding(by_positions) - right).norm() > 0.05 * right.norm()
 
 
-@pytest.mark.slow
-def test_four_micro_batches_keep_a_quarter_and_their_gradients_wait_beside_it():
-    timeline = memory_of_a_pass(backward=partial(accumulate, num_micro_batches=4))
-    kept = timeline.bytes_by_kind["activations"]
-    assert max(kept) - 4 * 2 <= (LAYERS * BLOCK + HEAD) // 4 + TABLES + 4
-    last = max(index for index, value in enumerate(kept) if value == max(kept))
-    parameters = timeline.bytes_by_kind["parameters"][0]
-    assert timeline.bytes_by_kind["gradients"][last] == parameters
-
-
 # ------------------------------------------------------------------------------------ offload
-def on_host(model, x_BS, y_BS):
-    host = HostOffload(model)
-    with torch.autograd.graph.saved_tensors_hooks(host.pack, host.unpack):
-        loss = loss_of(model, x_BS, y_BS)
-    loss.backward()
-    return host
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_offloaded_activations_come_back_unchanged_and_leave_the_device():
-    assert gradient_difference(backward=on_host) == 0
-    assert gradient_difference(recompute_segments, on_host) == 0
-    assert gradient_difference(recompute_segments, on_host, config=DROPOUT_CONFIG) == 0
-    assert peak_activations(backward=on_host) <= 8  # the loss itself
-    assert memory_of_a_pass(backward=on_host).peak_bytes < 0.5 * memory_of_a_pass().peak_bytes
-
-
-@pytest.mark.slow
-def test_the_engine_moves_what_is_kept_and_this_version_some_tensors_twice():
-    model, (x_BS, y_BS) = model_and_batch(recompute_segments, SEQ_LEN, PASS_CONFIG)
-    moved = on_host(model, x_BS, y_BS).moved_bytes
-    with offload_activations(model) as record:
-        loss_of(model, x_BS, y_BS)
-    kept = kept_bytes(recompute_segments)
-    ids = 2 * TOKENS * 8  # tokens and targets, made before the tracker looked
-    assert record.moved_bytes == kept + ids - 4  # but for the sum of the loss's weights, too small to move
-    assert kept <= moved < 1.5 * kept
 
 
 def test_a_hook_that_forgets_what_it_moved_is_found():

@@ -12,6 +12,7 @@ from course_lib.layout import Layout
 from course_lib.native import context as native_context
 from course_lib.native import expert as native_expert
 from course_lib.parallel import context, data, expert, five_d, sequence, tensor, zero
+from course_lib.parallel import engine as engines
 
 BUILDS = {
     "tensor": ("llama", lambda whole: tensor.build(whole, dist.group.WORLD)),
@@ -33,7 +34,7 @@ BY_PYTORCH = {"_ddp_params_and_buffers_to_ignore"}  # what DDP itself notes of a
 def after_a_step(name, **axes):
     config, layout = CONFIGS[name], Layout(**axes)
     engine = five_d.build(config, layout, dtype=torch.float64)
-    five_d.step(engine, micro_batches(layout, 0, config), five_d.make_optimizer(engine))
+    engines.step(engine, micro_batches(layout, 0, config), engines.make_optimizer(engine))
     return engine
 
 

@@ -15,9 +15,9 @@ from course_lib.comm import make_groups
 from course_lib.config import PRESETS
 from course_lib.launch import RankError, launch
 from course_lib.layout import Mesh
-from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.native import data as native
+from course_lib.measure import ByteMeter
 from course_lib.parallel import data as parallel
+from course_lib.parallel import engine as engines
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import data, loss_of
 
@@ -89,29 +89,22 @@ def bucketed(module, group):
     return parallel.build(module, group, SMALL_BUCKETS)
 
 
-def ddp(module, group):
-    return native.build(module, group, SMALL_BUCKETS)
-
-
 ENGINES = {
-    "naive": (parallel.NaiveDP, parallel, contiguous_model),
-    "overlapped": (parallel.OverlappedDP, parallel, contiguous_model),
-    "bucketed": (bucketed, parallel, odd_model),
-    "one bucket": (parallel.build, parallel, odd_model),
-    "bucketed llama": (bucketed, parallel, tied_llama),
-    "ddp": (ddp, native, odd_model),
-    "ddp llama": (ddp, native, tied_llama),
+    "naive": (parallel.NaiveDP, contiguous_model),
+    "overlapped": (parallel.OverlappedDP, contiguous_model),
+    "bucketed": (bucketed, odd_model),
+    "one bucket": (parallel.build, odd_model),
+    "bucketed llama": (bucketed, tied_llama),
 }
 WRONG = {
-    "sums instead of mean": (SumsInsteadOfMean, parallel, contiguous_model),
-    "divides every micro-batch": (lambda m, g: DividesEveryMicroBatch(m, g, SMALL_BUCKETS), parallel, odd_model),
-    "misses the tied parameter": (MissesTiedParameter, parallel, contiguous_model),
+    "sums instead of mean": (SumsInsteadOfMean, contiguous_model),
+    "divides every micro-batch": (lambda m, g: DividesEveryMicroBatch(m, g, SMALL_BUCKETS), odd_model),
+    "misses the tied parameter": (MissesTiedParameter, contiguous_model),
     "never flushes the last bucket": (
         lambda m, g: NeverFlushesLastBucket(m, g, SMALL_BUCKETS),
-        parallel,
         odd_model,
     ),
-    "forgets no_sync": (ForgetsNoSync, parallel, contiguous_model),
+    "forgets no_sync": (ForgetsNoSync, contiguous_model),
 }
 
 
@@ -126,7 +119,7 @@ class Measured:
     expected_calls: int
 
 
-def measure(build, module, make_model, micro_batches):
+def measure(build, make_model, micro_batches):
     group, rank = dist.group.WORLD, dist.get_rank()
     torch.manual_seed(rank)  # ranks begin with different parameters
     engine = build(make_model(), group)
@@ -153,17 +146,17 @@ def measure(build, module, make_model, micro_batches):
 def payload_bytes(build, module):
     """Bytes of each all-reduce that a step must make."""
     parameters = parallel.trainable(module)
-    if build in (bucketed, ddp):
+    if build is bucketed:
         return [sum(p.nbytes for _, p in members) for members in parallel.assign_buckets(parameters, SMALL_BUCKETS)]
     if build is parallel.build:
         return [sum(p.nbytes for _, p in parameters)]
     return [p.nbytes for _, p in parameters]
 
 
-def measure_all(engines):
+def measure_all(table):
     return {
-        (name, micro_batches): measure(build, module, make_model, micro_batches)
-        for name, (build, module, make_model) in engines.items()
+        (name, micro_batches): measure(build, make_model, micro_batches)
+        for name, (build, make_model) in table.items()
         for micro_batches in (1, 3)
     }
 
@@ -191,15 +184,6 @@ def test_bytes_sent_equal_the_formula_with_and_without_accumulation(right, world
             assert measured.sent_bytes == measured.expected_bytes, key
             assert measured.calls == measured.expected_calls, key
     assert (right[world_size][0]["naive", 1].sent_bytes > 0) == (world_size > 1)
-
-
-def test_buckets_lower_the_number_of_calls_and_not_the_bytes(right):
-    totals = {
-        name: (sum(rank[name, 1].sent_bytes for rank in right[4]), right[4][0][name, 1].calls)
-        for name in ("naive", "bucketed", "one bucket", "ddp")
-    }
-    assert totals["naive"][1] == 3 and totals["bucketed"][1] == totals["ddp"][1] == 2 and totals["one bucket"][1] == 1
-    assert len({sent_bytes for sent_bytes, _ in totals.values()}) == 1
 
 
 @pytest.mark.parametrize("bug", ["sums instead of mean", "misses the tied parameter", "never flushes the last bucket"])
@@ -243,11 +227,6 @@ def test_a_bucket_holds_one_dtype_and_every_parameter_is_in_one_bucket():
     assert sorted(name for members in buckets for name, _ in members) == [f"p{i}" for i in range(6)]
 
 
-def test_a_bucket_of_no_bytes_is_refused():
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        parallel.assign_buckets(parameters_of([3]), bucket_bytes=0)
-
-
 # --- what else a learner or a model may do
 
 
@@ -266,8 +245,8 @@ class Branches(nn.Module):
 
 def unused_parameters():
     group, rank = dist.group.WORLD, dist.get_rank()
-    refused = message_of(parallel.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
-    overlapped = message_of(parallel.accumulate_gradients, parallel.OverlappedDP(Branches(), group), some_batches(1))
+    refused = message_of(engines.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
+    overlapped = message_of(engines.accumulate_gradients, parallel.OverlappedDP(Branches(), group), some_batches(1))
     branches = Branches().double()
     engine = parallel.build(branches, group, SMALL_BUCKETS, allow_unused=True)
     reference = copy.deepcopy(branches)
@@ -275,7 +254,7 @@ def unused_parameters():
         for each in (branches, reference):
             each.zero_grad()
         branches.layer = (rank + turn) % 2
-        parallel.accumulate_gradients(engine, some_batches(1, seed=rank))
+        engines.accumulate_gradients(engine, some_batches(1, seed=rank))
         for other in range(2):
             reference.layer = (other + turn) % 2
             (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
@@ -315,7 +294,7 @@ def gradients_in_buckets():
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
     inside = []
     for set_to_none in (True, False):
-        parallel.accumulate_gradients(engine, some_batches(2))
+        engines.accumulate_gradients(engine, some_batches(2))
         buffers = {bucket.flat_P.untyped_storage().data_ptr() for bucket in engine.buckets}
         inside.append({p.grad.untyped_storage().data_ptr() for _, p in parallel.trainable(engine)} == buffers)
         optimizer.zero_grad(set_to_none)
@@ -325,61 +304,16 @@ def gradients_in_buckets():
     return inside, engine.buckets[0].work is None
 
 
-def half_the_bytes():
-    sent, gradients = [], []
-    for wire_dtype in (None, torch.bfloat16):
-        torch.manual_seed(0)
-        engine = parallel.build(contiguous_model().float(), dist.group.WORLD, SMALL_BUCKETS, wire_dtype=wire_dtype)
-        with ByteMeter() as meter:
-            engine.run(some_batches(1, seed=dist.get_rank()))
-            engine.finish()
-        sent.append(meter.sent_bytes)
-        gradients.append(torch.cat([p.grad.flatten() for _, p in parallel.trainable(engine)]))
-    return sent, ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item()
-
-
-def mixed_dtypes():
-    torch.manual_seed(0)
-    mixed = nn.Sequential(nn.Embedding(VOCAB, 6), nn.Linear(6, 6), nn.Linear(6, VOCAB))
-    mixed[1].double()
-    mixed.forward = lambda x_BS: mixed[2](mixed[1](mixed[0](x_BS).double()).float())
-    naive = parallel.NaiveDP(copy.deepcopy(mixed), dist.group.WORLD)
-    naive.module.forward = lambda x_BS: naive.module[2](naive.module[1](naive.module[0](x_BS).double()).float())
-    engine = bucketed(mixed, dist.group.WORLD)
-    for each in (naive, engine):
-        parallel.accumulate_gradients(each, some_batches(2, seed=dist.get_rank()))
-    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters(), strict=True))
-    return same, [bucket.flat_P.dtype for bucket in engine.buckets]
-
-
-def traces():
-    spans = {}
-    for name, build, module in [
-        ("naive", parallel.NaiveDP, parallel),
-        ("overlapped", parallel.OverlappedDP, parallel),
-        ("bucketed", lambda m, g, trace: parallel.build(m, g, SMALL_BUCKETS, trace=trace), parallel),
-        ("ddp", lambda m, g, trace: native.build(m, g, SMALL_BUCKETS, trace=trace), native),
-    ]:
-        trace = []
-        engine = build(contiguous_model(), dist.group.WORLD, trace=trace)
-        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-        module.step(engine, some_batches(1), optimizer)
-        trace.clear()
-        module.step(engine, some_batches(2), optimizer)
-        spans[name] = list(trace)
-    return spans
-
-
 def losses():
     """How far the loss that comes back is from the mean over both ranks' batches."""
     apart = {}
-    for name in ("naive", "overlapped", "bucketed", "ddp"):
-        build, module, _ = ENGINES[name]
+    for name in ("naive", "overlapped", "bucketed"):
+        build, _ = ENGINES[name]
         torch.manual_seed(0)
         engine = build(contiguous_model(), dist.group.WORLD)
         with torch.no_grad():
             of_ranks = [loss_of(engine.module, *some_batches(1, seed=rank)[0]) for rank in range(2)]
-        loss = module.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+        loss = engines.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
         apart[name] = abs(loss - sum(of_ranks) / 2).item()
     assert of_ranks[0] != of_ranks[1]
     return apart
@@ -392,12 +326,9 @@ def on_two_ranks():
         "early": used_in_an_early_micro_batch_only(),
         "twice": [message_of(backward_twice, build) for build in (parallel.OverlappedDP, bucketed)],
         "inside": gradients_in_buckets(),
-        "half": half_the_bytes(),
-        "mixed": mixed_dtypes(),
         "strided": message_of(
-            parallel.accumulate_gradients, parallel.OverlappedDP(odd_model(), dist.group.WORLD), some_batches(1)
+            engines.accumulate_gradients, parallel.OverlappedDP(odd_model(), dist.group.WORLD), some_batches(1)
         ),
-        "traces": traces(),
     }
 
 
@@ -435,37 +366,14 @@ def test_gradients_live_inside_the_buckets_however_they_are_cleared(two_ranks):
     assert inside == [True, True] and removed_hooks_start_nothing
 
 
-def test_bfloat16_on_the_wire_halves_the_bytes_and_costs_some_precision(two_ranks):
-    (full_bytes, half_bytes), error = two_ranks[0]["half"]
-    assert half_bytes * 2 == full_bytes
-    assert 1e-5 < error < 1e-2
-
-
-def test_mixed_dtypes_travel_in_buckets_of_their_own(two_ranks):
-    same, dtypes = two_ranks[0]["mixed"]
-    assert same and set(dtypes) == {torch.float32, torch.float64}
-
-
 def test_overlapped_refuses_a_strided_gradient(two_ranks):
     assert "contiguous" in two_ranks[0]["strided"]
-
-
-def test_the_trace_shows_communication_during_backward_for_all_but_the_naive_engine(two_ranks):
-    for name, spans in two_ranks[1]["traces"].items():
-        compute = [span for span in spans if span.lane == "compute"]
-        communication = [span for span in spans if span.lane == "communication"]
-        assert [span.name for span in compute] == ["forward", "backward"] * 2 + ["optimizer"]
-        assert len(communication) == {"naive": 3, "overlapped": 3, "bucketed": 2, "ddp": 2}[name]
-        last_backward = compute[3]
-        began_early = min(span.start_s for span in communication) < last_backward.stop_s
-        assert began_early == (name != "naive")
-        assert all(span.rank == 1 and span.stop_s >= span.start_s > compute[2].stop_s for span in communication)
 
 
 def average_over_columns():
     groups = make_groups(Mesh(dp=2, tp=2))
     engine = bucketed(contiguous_model(), groups["dp"])
-    parallel.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+    engines.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
     return engine.module.up.bias.detach(), engine.module.up.bias.grad
 
 
@@ -481,32 +389,8 @@ def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
     assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
 
 
-def bytes_by_number_of_ranks():
-    """Peak bytes of this rank's second step by kind, with data parallelism over 1, 2 and 4 ranks."""
-    peaks = {}
-    for size in (1, 2, 4):
-        group = make_groups(Mesh(dp=size, tp=dist.get_world_size() // size))["dp"]
-        engine = parallel.build(contiguous_model(), group)
-        optimizer = torch.optim.AdamW(engine.parameters())
-        with MemoryTracker(engine, optimizer) as tracker:
-            for _ in range(2):
-                parallel.accumulate_gradients(engine, some_batches(1))
-                optimizer.step()
-                optimizer.zero_grad()
-        peaks[size] = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
-    return peaks
-
-
-def test_each_rank_holds_as_many_bytes_however_many_there_are():
-    for peaks in launch(bytes_by_number_of_ranks, 4):  # claim C048: constant
-        activations = [peaks[size].pop("activations") for size in (1, 2, 4)]
-        assert max(activations) - min(activations) <= 8  # gloo's thread lets go of the last mean loss when it can
-        assert min(activations) > 0 and peaks[1] == peaks[2] == peaks[4]
-        assert all(peaks[1][kind] > 0 for kind in ("parameters", "gradients", "optimizer"))
-
-
 def leaves_out_a_parameter():
-    parallel.accumulate_gradients(bucketed(Branches(), dist.group.WORLD), some_batches(1))
+    engines.accumulate_gradients(bucketed(Branches(), dist.group.WORLD), some_batches(1))
 
 
 def test_the_error_of_a_rank_reaches_the_caller():

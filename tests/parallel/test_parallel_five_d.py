@@ -16,10 +16,11 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
 from course_lib.memory.states import FP64
-from course_lib.parallel import data, executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
+from course_lib.parallel import data, executor, expert_tensor, five_d, linear, shards, sums, tensor
+from course_lib.parallel import engine as engines
 from course_lib.run import Run
 from course_lib.traffic import sent
-from course_lib.training.precision import gradient_of, zero_gradients
+from course_lib.training.precision import gradient_of
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 FOLDED = "sequence_parallel=true"  # whole experts on the ranks of tp too
@@ -441,8 +442,8 @@ def planted():
             engine = five_d.build(CONFIGS[name], layout, dtype=torch.float64)
             TP[0] = engine.groups.tp.group_name
             batches = micro_batches(layout, engine.groups.coordinates["dp"], CONFIGS[name])
-            loss = five_d.accumulate_gradients(engine, batches)
-        found.append((loss.item(), whole.full_gradients(engine)))
+            loss = engines.accumulate_gradients(engine, batches)
+        found.append((loss.item(), engines.full_gradients(engine)))
     return found
 
 
@@ -456,42 +457,6 @@ def test_planted_bugs_are_found():
             assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
 
 
-# --- dropout
-
-
-def slopes():
-    """Distance of the gradient along a direction from the loss's slope, the dropped places being the same; the seed."""
-    config, found = replace(CONFIGS["gpt"], dropout=0.2, tied=False), {}
-    for text in DROPPING:
-        layout = Layout.parse(text)
-        engine = five_d.build(config, layout, dtype=torch.float64)
-        batches = micro_batches(layout, engine.groups.coordinates["dp"], config)
-        generator, state = torch.Generator().manual_seed(0), torch.get_rng_state()
-        along, losses = 0.0, []
-        five_d.accumulate_gradients(engine, batches)
-        parameters = dict(engine.pipeline.named_parameters())
-        moves = {name: torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in parameters.items()}
-        along = sum((gradient_of(x) * moves[name]).sum().item() for name, x in parameters.items())
-        for step in (1e-6, -2e-6):
-            for name, param in parameters.items():
-                param.data.add_(moves[name], alpha=step)
-            zero_gradients(parameters.values())
-            torch.set_rng_state(state)
-            losses.append(five_d.accumulate_gradients(engine, batches).item())
-        found[text] = abs((losses[0] - losses[1]) / 2e-6 / along - 1), torch.initial_seed()
-    return found
-
-
-DROPPING = ("cp=2,recompute=full", "cp=2,recompute=selective,cp_method=all_gather", "cp=2,cp_method=ulysses")
-
-
-def test_with_dropout_over_cp_the_gradient_is_that_of_the_loss_and_ranks_draw_for_themselves():
-    first, second = launch(slopes, 2, quiet=True)
-    for text in DROPPING:
-        assert first[text][0] < 1e-6 and second[text][0] < 1e-6
-        assert first[text][1] != second[text][1]
-
-
 # --- without ZeRO: buckets that are sent while backward runs
 
 TWO_BUCKETS = replace(CONFIGS["llama"], d_model=256, head_dim=64, d_ff=512, vocab_size=9_000, num_layers=2)
@@ -502,16 +467,16 @@ def without_zero():
     layout, trace = Layout.parse("dp=2,micro_batches=2"), []
     engine = five_d.build(TWO_BUCKETS, layout, dtype=torch.float64)
     engine.trace = trace
-    optimizer = five_d.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     batches = micro_batches(layout, engine.groups.coordinates["dp"], TWO_BUCKETS)
-    five_d.step(engine, batches, optimizer)
+    engines.step(engine, batches, optimizer)
     trace.clear()
-    five_d.step(engine, batches, optimizer)
+    engines.step(engine, batches, optimizer)
     spans = list(trace)
     with MemoryTracker(engine, optimizer) as tracker:
-        five_d.accumulate_gradients(engine, batches)
+        engines.accumulate_gradients(engine, batches)
         peak_bytes = tracker.peak_bytes
-    five_d.update(engine, optimizer)
+    engines.update(engine, optimizer)
     freed = all(gradient_of(param) is None for param in engine.parameters())
     return spans, peak_bytes, sum(param.nbytes for param in engine.parameters()), freed
 
@@ -554,9 +519,11 @@ def partly_frozen():
     for text in PARTLY_FROZEN:
         layout = Layout.parse(text)
         engine = five_d.build(config, layout, dtype=torch.float64, fill=fill_and_freeze)
-        five_d.make_optimizer(engine)
-        five_d.accumulate_gradients(engine, micro_batches(layout, engine.groups.coordinates["dp"], config))
-        found.append((whole.full_gradients(engine), five_d.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
+        engines.make_optimizer(engine)
+        engines.accumulate_gradients(engine, micro_batches(layout, engine.groups.coordinates["dp"], config))
+        found.append(
+            (engines.full_gradients(engine), engines.clip_gradients(engine, 0.1), engines.full_parameters(engine))
+        )
     return found
 
 
@@ -589,7 +556,7 @@ def refusals():
         [fitting[0], tuple(t[:, :8] for t in fitting[1])],
     ):
         with pytest.raises(ValueError) as refused:
-            five_d.accumulate_gradients(engine, batches)
+            engines.accumulate_gradients(engine, batches)
         said.append(str(refused.value))
     with pytest.raises(ValueError) as refused:
         five_d.build(config, Layout(tp=4))
@@ -603,7 +570,7 @@ def of_two_lengths():
     if engine.groups.world.rank() == 1:
         second = tuple(t[:, :8] for t in second)
     with pytest.raises(ValueError) as refused:
-        five_d.accumulate_gradients(engine, [first, second])
+        engines.accumulate_gradients(engine, [first, second])
     return str(refused.value)
 
 
@@ -617,10 +584,10 @@ def low_precision():
     for text in ("dp=2,micro_batches=2", "dp=2,zero_stage=1,micro_batches=2", "dp=2,zero_stage=3,micro_batches=2"):
         layout = Layout.parse(text)
         engine = five_d.build(config, layout, dtype=torch.bfloat16, grad_dtype=torch.float32)
-        optimizer = five_d.make_optimizer(engine, lr=0.01)
+        optimizer = engines.make_optimizer(engine, lr=0.01)
         for step in range(3):
-            five_d.step(engine, micro_batches(layout, engine.groups.coordinates["dp"], config, step), optimizer, 1.0)
-        found[text] = whole.full_parameters(engine)
+            engines.step(engine, micro_batches(layout, engine.groups.coordinates["dp"], config, step), optimizer, 1.0)
+        found[text] = engines.full_parameters(engine)
     return found
 
 

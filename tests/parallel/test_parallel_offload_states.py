@@ -1,24 +1,18 @@
 """Optimizer states on the host and on disk: MasterAdamW's numbers to the bit, and every byte that crosses a link."""
 
-import os
-import resource
-
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import hardware
 from course_lib.launch import launch
-from course_lib.measure import MemoryTracker
 from course_lib.memory.states import StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.model import build
 from course_lib.model.llama import preset
+from course_lib.parallel import engine as engines
 from course_lib.parallel import zero
 from course_lib.parallel.offload_states import OffloadedAdamW
-from course_lib.timing import crossing_s, offload_s
 from course_lib.training import MasterAdamW
 from course_lib.training.precision import accumulate_in_fp32
 
@@ -107,23 +101,6 @@ def test_a_parameter_without_gradient_stays_and_crosses_no_link():
     assert optimizer.link_bytes["device to host"] == 2 * (numel_of(parameters) - parameters[1].numel())
 
 
-def test_closures_groups_and_strided_gradients_work_as_in_master_adamw():
-    results = []
-    for make in (MasterAdamW, OffloadedAdamW):
-        parameters = some_parameters(torch.float32, sizes=((6, 4), (5,)))
-        optimizer = make([{"params": parameters[:1], "lr": 0.1}])
-        optimizer.add_param_group({"params": parameters[1:], "weight_decay": 0.5})
-
-        def closure(parameters=parameters):
-            parameters[0].grad = torch.arange(24.0).view(4, 6).t()
-            parameters[1].grad = torch.ones(5)
-            return parameters[0].sum() * 0 + 7.0
-
-        assert optimizer.step(closure) == 7.0
-        results.append(parameters)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("places", [("host", "disk"), ("disk", "host"), ("disk", None), (None, "disk")])
 def test_a_run_goes_on_from_a_state_dict_whatever_the_place(places):
     def make(place, parameters):
@@ -152,12 +129,12 @@ def zero_infinity(grad_dtype):
     for place in ("device", "host", "disk"):
         engine = zero.build(build(config, dtype=BF16), group, grad_dtype=grad_dtype)
         if place == "device":
-            optimizer = zero.make_optimizer(engine, **kwargs)
+            optimizer = engines.make_optimizer(engine, **kwargs)
         else:
             optimizer = OffloadedAdamW([flat.shard_p for flat in engine.flats], place, **kwargs)
         for _ in range(2):
-            zero.step(engine, batches, optimizer, clip_norm=0.5)
-        found[place] = zero.full_parameters(engine)
+            engines.step(engine, batches, optimizer, clip_norm=0.5)
+        found[place] = engines.full_parameters(engine)
     optimizer.close()
     return found, optimizer.link_bytes
 
@@ -170,51 +147,6 @@ def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
         for name, expected in found["device"].items():
             assert torch.equal(found["host"][name], expected) and torch.equal(found["disk"][name], expected)
         assert crossed == offload_link_bytes(states, Offload("disk"))
-
-
-def tracked_peaks(place):
-    """Peak bytes by kind of one step of a layer whose states wait in `place`."""
-    layer = nn.Linear(300, 300, bias=False, dtype=BF16)
-    parameters = list(layer.parameters())
-    optimizer = OffloadedAdamW(parameters, place, piece_numel=1000)
-    give_gradients(parameters, 0)
-    optimizer.step()
-    with MemoryTracker(layer, optimizer) as tracker:
-        optimizer.step()
-    optimizer.close()
-    return tracker.peak_by_kind
-
-
-def test_on_disk_no_optimizer_state_is_in_memory_and_a_step_needs_one_piece():
-    on_disk, on_host = tracked_peaks("disk"), tracked_peaks("host")
-    assert on_disk["optimizer"] == 0 and on_disk["parameters"] == 2 * 90_000
-    assert on_disk["temporary"] < 10 * 4 * 1000
-    assert on_host["optimizer"] == 12 * 90_000  # without a GPU the host's memory is the device's
-
-
-def grown_bytes(places):
-    """Peak memory of this process that two steps add, its states on the host or on disk by rank; bytes of the file."""
-    place = places[int(os.environ["RANK"])]
-    parameter = nn.Parameter(torch.zeros(5_000_000, dtype=BF16))
-    parameter.grad = torch.ones_like(parameter)
-    warm = nn.Parameter(torch.zeros(10, dtype=BF16))
-    warm.grad = torch.ones_like(warm)
-    OffloadedAdamW([warm], place).step()  # whatever libraries load at first
-    before = psutil.Process().memory_info().rss
-    with OffloadedAdamW([parameter], place, piece_numel=2**17) as optimizer:
-        for _ in range(2):
-            optimizer.step()
-        unit = 1 if hasattr(os, "uname") and os.uname().sysname == "Darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        size = os.fstat(optimizer._file.fileno()).st_size if place == "disk" else 0
-    return peak - before, size
-
-
-def test_the_process_does_not_grow_by_what_is_on_disk():
-    (on_host, _), (on_disk, file_bytes) = launch(grown_bytes, 2, ["host", "disk"])
-    assert file_bytes == 12 * 5_000_000
-    assert on_host > 0.95 * file_bytes
-    assert on_disk < 0.25 * file_bytes
 
 
 def test_the_file_has_no_name_and_its_space_is_given_back(tmp_path):
@@ -247,25 +179,3 @@ def test_a_drive_that_is_too_small_is_named_before_anything_is_written(monkeypat
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
     with pytest.raises(ValueError, match="need 1,200 bytes.*has 1,000 free"):
         OffloadedAdamW(some_parameters(BF16, sizes=[(100,)]), "disk", tmp_path)
-
-
-def test_modelled_seconds_are_bytes_over_the_links_rates():
-    states = StateBytes(parameters=2 * 10**9, gradients=2 * 10**9, optimizer=12 * 10**9)  # of 1e9 parameters
-    crossings = offload_link_bytes(states, Offload("disk"))
-    pcie, drive = hardware.link("pcie4").bytes_per_s, hardware.link("nvme").bytes_per_s
-    seconds = crossing_s(crossings)
-    assert seconds == {
-        "device to host": 2e9 / pcie,
-        "host to device": 2e9 / pcie,
-        "disk to host": 12e9 / drive,
-        "host to disk": 12e9 / drive,
-    }
-    assert offload_s(crossings) == pytest.approx(4e9 / pcie + 24e9 / drive)
-    assert offload_s(crossings, overlap=True) == 24e9 / drive  # a drive does one direction at a time
-    on_host = offload_link_bytes(states, Offload("host"))
-    assert offload_s(on_host, "pcie5", overlap=True) == 2e9 / hardware.link("pcie5").bytes_per_s  # PCIe does both
-    assert crossing_s(crossings, ranks_per_drive=8)["disk to host"] == pytest.approx(8 * seconds["disk to host"])
-    with pytest.raises(ValueError, match="ranks_per_drive is 0"):
-        offload_s(crossings, ranks_per_drive=0)
-    with pytest.raises(ValueError, match="link is 'sata'; choose from nvlink2"):
-        offload_s(crossings, drive="sata")

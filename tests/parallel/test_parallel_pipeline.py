@@ -11,20 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import distance, one_process
-from kept_bytes import kept_bytes
 from torch import nn
 
-from course_lib import model, schedules, training
+from course_lib import model, schedules
 from course_lib.checks.ch08.nccl_order import recorded_calls, replay
-from course_lib.comm import make_groups
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import Mesh
-from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.measure import ByteMeter
 from course_lib.parallel import channels, executor, pipeline, stages, weight_gradients
+from course_lib.parallel import engine as engines
 from course_lib.schedules import Costs, simulate
 from course_lib.schedules.messages import plan as plan_of
-from course_lib.training import MasterAdamW
 
 LLAMA = ModelConfig("llama", 5, d_model=8, num_heads=2, num_kv_heads=1, d_ff=13, vocab_size=19, max_seq_len=16)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=2)
@@ -145,9 +142,9 @@ def measure(case, shared):
     meter = ByteMeter()
     if case.m in (1, 4) or (case.name, case.m) == ("dualpipe_v", 8):  # the meter sees every operator: it takes time
         with meter:
-            loss = pipeline.accumulate_gradients(engine, batches)
+            loss = engines.accumulate_gradients(engine, batches)
     else:
-        loss = pipeline.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     return {
         "apart": max(distance_here(engine, loss, *shared.reference(case)).values()),
         "names": {name for name, p in pipeline.named_parameters(engine).items() if p.grad is not None},
@@ -198,18 +195,6 @@ def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
         simulation = simulate(case.schedule(len(ranks)), Costs())
         waiting = [max((count for _, count in row), default=0) for row in simulation.waiting]
         assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting, strict=True)), case
-
-
-@pytest.mark.exhaustive
-def test_each_rank_has_the_layers_that_were_given_or_an_even_share(measured):
-    given, ranks = measured
-    for case, *of_ranks in zip(given, *ranks, strict=True):
-        made = case.schedule(len(ranks))
-        quotient, remainder = divmod(case.config.num_layers, made.num_stages)
-        layers = case.layers_of_stage or [quotient + (stage < remainder) for stage in range(made.num_stages)]
-        assert [of_rank["layers"] for of_rank in of_ranks] == [
-            [layers[stage] for stage in made.stages_of_rank(rank)] for rank in range(len(ranks))
-        ]
 
 
 def expected_records(case, pp, rank):
@@ -318,8 +303,8 @@ def planted():
         for case in PLANTED:
             with bug():
                 engine = shared.build(case)
-                loss = pipeline.accumulate_gradients(engine, micro_batches(case.m))
-            apart = distance(pipeline.full_gradients(engine), loss, *shared.reference(case))
+                loss = engines.accumulate_gradients(engine, micro_batches(case.m))
+            apart = distance(engines.full_gradients(engine), loss, *shared.reference(case))
             found[bug.__name__, case.name] = {name for name, far in apart.items() if far > 1e-6}, engine.peak_live
     return found
 
@@ -339,87 +324,6 @@ def test_planted_bugs_are_found_where_they_are():
         assert not found["drops_weight_gradients", "1f1b"][0]  # nothing waits there
 
 
-# --- memory
-
-
-def bytes_of_stage(engine, stage, batch):
-    """What a stage keeps of a micro-batch until B, for autograd; until W: the inputs of its linears."""
-    module, (tokens_BS, y_BS) = engine.stages[str(stage)], batch
-    is_first, is_last = stage == 0, stage == engine.num_stages - 1
-    x = tokens_BS if is_first else torch.zeros(*tokens_BS.shape, D, dtype=engine.dtype, requires_grad=True)
-    forward = (lambda: training.loss_of(module, x, y_BS)) if is_last else lambda: module(x)
-    inputs = {}
-    handles = [
-        layer.register_forward_pre_hook(lambda _, args: inputs.update({args[0].data_ptr(): args[0]}))
-        for layer in module.modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    brought = tokens_BS.untyped_storage().nbytes() if is_first or is_last else 0  # tokens and targets, there before
-    kept = kept_bytes(module, forward) - brought
-    for handle in handles:
-        handle.remove()
-    return kept, sum(x.nbytes for x in inputs.values())
-
-
-def expected_peak(engine, made, rank, batch):
-    """The largest sum of what waits for B, for W, and of a gradient that has just come."""
-    until_b, until_w = {}, {}
-    for stage in made.stages_of_rank(rank):
-        until_b[stage], until_w[stage] = bytes_of_stage(engine, stage, batch)
-    message = batch[0].numel() * D * 8
-    now = peak = 0
-    for one in made.instructions[rank]:
-        came = message if one.op != "F" and one.stage < made.num_stages - 1 else 0
-        now += until_b[one.stage] if one.op == "F" else 0
-        peak = max(peak, now + (came if one.op in "BI" else 0))
-        if one.op in "BI":
-            now -= until_b[one.stage]
-        now += {"I": 1, "W": -1}.get(one.op, 0) * (until_w[one.stage] + came)  # it is the last linear's gradient
-    assert now == 0
-    return peak, until_b[made.stages_of_rank(rank)[0]]
-
-
-@contextmanager
-def sent_is_temporary(tracker):
-    """What is on its way to others is no activation, whenever it arrives."""
-
-    def send(x, channel):
-        tracker.claim(x, "temporary")
-        return channels.send(x, channel)
-
-    with patch.object(executor, "send", send):
-        yield
-
-
-def memory():
-    shared, seen = Shared(), {}
-    for name in ("naive", "afab", "1f1b", "interleaved", "zb_h1"):
-        for ahead in (0, 1):
-            case = Case(name, 8, dataclasses.replace(LLAMA, num_layers=8), ahead=ahead)
-            engine, batches = shared.build(case), micro_batches(8, SHAPES[:1])
-            rank, made = dist.get_rank(), case.schedule(4)
-            expected = expected_peak(engine, made, rank, batches[0])
-            pipeline.accumulate_gradients(engine, batches)  # so that gradients exist
-            with MemoryTracker(engine) as tracker, sent_is_temporary(tracker):
-                pipeline.accumulate_gradients(engine, batches)
-                left = tracker.current("activations")
-            seen[name, ahead] = max(tracker.timeline.bytes_by_kind["activations"]), *expected, engine.peak_live, left
-    return seen
-
-
-@pytest.mark.exhaustive
-def test_bytes_of_activations_are_live_micro_batches_times_what_a_stage_keeps():
-    for rank, seen in enumerate(launch(memory, 4)):
-        message = 2 * 7 * D * 8
-        for (name, ahead), (measured_peak, expected, of_one, live, left) in seen.items():
-            scalars = 8 * (8 + 3)
-            assert 0 <= measured_peak - expected <= ahead * message + scalars, (rank, name, ahead)
-            assert left <= scalars
-            if name in ("naive", "afab", "1f1b"):
-                assert 0 <= measured_peak - live * of_one <= (1 + ahead) * message + scalars
-                assert live == {"naive": 1, "afab": 8, "1f1b": 4 - rank}[name]
-
-
 # --- steps, meshes, other ways to build
 
 
@@ -427,22 +331,22 @@ def trained(case, shared, clip_norm):
     """Distance from one process after three steps; the norms of a fourth."""
     shared.models.clear()  # weights will change
     engine, reference = shared.build(case), built(case)
-    optimizer = pipeline.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for seed in range(3):
         batches = micro_batches(case.m, seed=seed)
-        loss = pipeline.step(engine, batches, optimizer, clip_norm)
+        loss = engines.step(engine, batches, optimizer, clip_norm)
         expected_loss, _ = one_process(reference, batches)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         expected.step()
         expected.zero_grad()
-    after = pipeline.full_parameters(engine)
+    after = engines.full_parameters(engine)
     apart = max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
     ends = [stage.embed.weight if stage.is_first else stage.head.weight for stage in engine.stages.values()
             if stage.is_first or stage.is_last]  # fmt: skip
-    pipeline.accumulate_gradients(engine, batches)
+    engines.accumulate_gradients(engine, batches)
     one_process(reference, batches)
-    norms = pipeline.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    norms = engines.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
     left = abs(norms[0] - norms[1]).item()
     return (
         apart,
@@ -453,85 +357,10 @@ def trained(case, shared, clip_norm):
     )
 
 
-def in_bfloat16(shared):
-    engine = pipeline.build(model.build(DEEP, dtype=torch.bfloat16), shared.group, "zb_h1", channels=shared.channels)
-    optimizer = pipeline.make_optimizer(engine, lr=0.02)
-    losses = [pipeline.step(engine, micro_batches(4), optimizer, 1.0).item() for _ in range(10)]
-    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1]
-
-
-def under_autocast(shared):
-    """Weight gradients that wait are those that do not, when forward multiplies in bfloat16."""
-    gradients = []
-    for name in ("1f1b", "zb_h1"):
-        engine = pipeline.build(model.build(LLAMA), shared.group, name, channels=shared.channels)
-        with torch.autocast("cpu", torch.bfloat16):
-            pipeline.accumulate_gradients(engine, micro_batches(4))
-        gradients.append(pipeline.full_gradients(engine))
-    whole, split = gradients
-    return max((whole[name] - split[name]).abs().max().item() for name in whole), {x.dtype for x in split.values()}
-
-
-def in_columns_of_a_mesh():
-    group = make_groups(Mesh(pp=2, dp=2))["pp"]
-    case = Case("interleaved", 4, DEEP)
-    engine = pipeline.build(built(case), group, "interleaved", 2)
-    loss = pipeline.accumulate_gradients(engine, micro_batches(4))
-    return max(distance(pipeline.full_gradients(engine), loss, *one_process(built(case), micro_batches(4))).values())
-
-
-def from_meta(shared):
-    """Shapes first; numbers only for the stages of this rank."""
-    case = Case("zbv", 4, DEEP)
-    engine = pipeline.build(
-        model.build(DEEP, dtype=torch.float64, device="meta"), shared.group, "zbv", channels=shared.channels
-    )
-    were_meta = all(param.is_meta for param in engine.parameters())
-    engine.to_empty(device="cpu")
-    engine.tie()
-    whole = dict(built(case).named_parameters())
-    with torch.no_grad():
-        for name, param in pipeline.named_parameters(engine).items():
-            param.copy_(whole[name])
-    loss = pipeline.accumulate_gradients(engine, micro_batches(4))
-    return (
-        were_meta,
-        sorted(pipeline.named_parameters(engine)),
-        max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values()),
-    )
-
-
-def everything_at_once(m):
-    """A learner's own: rank r runs r + 1 forwards at most ahead of its backwards, here for four ranks."""
-    rows = []
-    for rank in range(4):
-        ahead = min(m, 4 - rank + 1)
-        row = [f"F{i}" for i in range(ahead)]
-        for i in range(m):
-            row += [f"B{i}", *([f"F{i + ahead}"] if i + ahead < m else [])]
-        rows.append(row)
-    return schedules.from_lists(rows, name="mine")
-
-
-def learners_own(shared):
-    case = Case("1f1b", 6)
-    engine = pipeline.build(built(case), shared.group, everything_at_once, channels=shared.channels)
-    loss = pipeline.accumulate_gradients(engine, micro_batches(6))
-    whole = pipeline.build(built(case), shared.group, everything_at_once(6), channels=shared.channels)
-    same = pipeline.accumulate_gradients(whole, micro_batches(6))
-    apart = max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values())
-    return apart, abs(loss - same).item(), engine.peak_live
-
-
 def the_rest():
     shared = Shared()
     return {
         "trained": [trained(Case(name, 4, DEEP), shared, 0.5) for name in ("1f1b", "zbv")],
-        "bfloat16": in_bfloat16(shared),
-        "autocast": under_autocast(shared),
-        "mesh": in_columns_of_a_mesh(),
-        "meta": from_meta(shared),
-        "learner's": learners_own(shared),
     }
 
 
@@ -548,34 +377,6 @@ def test_three_clipped_steps_equal_one_process_and_copies_of_the_tied_weight_sta
         for apart, norms, loss, norm, _ in (rank["trained"][index] for rank in rest):
             assert norm > 0.5, "nothing was clipped"
             assert norms < 1e-12 and loss < 1e-9 and apart < 1e-8
-
-
-@pytest.mark.exhaustive
-def test_bfloat16_trains_with_masters_and_autocast_does_not_care_when_weight_gradients_come(rest):
-    for has_masters, gain in (rank["bfloat16"] for rank in rest):
-        assert has_masters and gain > 0.1
-    for apart, dtypes in (rank["autocast"] for rank in rest):
-        assert apart == 0.0 and dtypes == {torch.float32}
-
-
-@pytest.mark.exhaustive
-def test_pipelines_of_a_mesh_run_side_by_side(rest):
-    assert max(rank["mesh"] for rank in rest) < 1e-12
-
-
-@pytest.mark.exhaustive
-def test_a_model_without_numbers_is_cut_then_filled(rest):
-    for r, (were_meta, names, apart) in enumerate(rank["meta"] for rank in rest):
-        assert were_meta and apart < 1e-12
-        assert ("embed.weight" in names) == ("norm.weight" in names) == (r == 0)
-        layers = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
-        assert layers == {0: {0, 1, 8}, 1: {2, 7}, 2: {3, 6}, 3: {4, 5}}[r]
-
-
-@pytest.mark.exhaustive
-def test_a_schedule_that_a_learner_wrote_runs(rest):
-    for r, (apart, other, live) in enumerate(rank["learner's"] for rank in rest):
-        assert apart < 1e-12 and other == 0.0 and live == 5 - r
 
 
 # --- errors
@@ -622,12 +423,12 @@ def refusals():
         for choices, m, _ in REFUSED:
             ready = {"group": dist.group.WORLD, "channels": {(0, 1): None, (1, 0): None}} | choices
             with pytest.raises(ValueError) as error:
-                pipeline.accumulate_gradients(pipeline.build(two_layers(), **ready), micro_batches(m))
+                engines.accumulate_gradients(pipeline.build(two_layers(), **ready), micro_batches(m))
             messages.append(str(error.value))
         for name, m in (("dualpipe_v", 3), ("interleaved", 3)):
             engine = pipeline.build(many, dist.group.WORLD, name, 2, channels={(0, 1): None, (1, 0): None})
             with pytest.raises(ValueError, match="micro"):
-                pipeline.accumulate_gradients(engine, micro_batches(m))
+                engines.accumulate_gradients(engine, micro_batches(m))
     return messages, meter.calls
 
 
@@ -725,22 +526,6 @@ def test_nobody_waits_for_ever_however_late_messages_come():
                     for ahead in (0, 1, 3):
                         made = Case(name, m).schedule(pp)
                         assert deliver_as_late_as_possible(made, ahead) == [], (name, pp, m)
-
-
-def test_receives_are_posted_one_instruction_early_and_sends_are_forgotten_soon():
-    for name in NAMES:
-        made = Case(name, 8).schedule(4)
-        for rank in range(4):
-            plan = plan_of(made, rank)
-            posted_at = {message: place for place, step in enumerate(plan) for message, _ in step.post}
-            in_hand = most = 0
-            for place, step in enumerate(plan):
-                if step.needs in posted_at:
-                    assert posted_at[step.needs] < max(place, 1)
-                in_hand += (step.dst is not None) - len(step.arrived)
-                most = max(most, in_hand)
-            live = simulate(made, Costs()).peak_live[rank]
-            assert most <= live + 4, (name, rank, most, live)
 
 
 def test_rounds_of_pairs_meet_each_rank_once():

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -12,21 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import EXHAUSTIVE, distance, one_process
-from kept_bytes import kept_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib import comm, model, training
-from course_lib.comm import copy_in, join, make_groups, split, sum_out
+from course_lib import model
+from course_lib.comm import copy_in, split, sum_out
 from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import Mesh
-from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.measure import ByteMeter
+from course_lib.parallel import engine as engines
 from course_lib.parallel import linear, tensor, vocabulary
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.training import MasterAdamW
-from course_lib.training.precision import accumulate_in_fp32
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)
@@ -82,13 +78,13 @@ def measure(case, group=None):
     whole = built(case)
     reference = copy.deepcopy(whole)
     engine = tensor.build(whole, group, case.overlap)
-    start = tensor.full_parameters(engine)
+    start = engines.full_parameters(engine)
     batches = micro_batches(case.config.vocab_size)
     with ByteMeter() as meter:
-        loss = tensor.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     expected_loss, expected = one_process(reference, batches)
     return {
-        "apart": distance(tensor.full_gradients(engine), loss, expected_loss, expected),
+        "apart": distance(engines.full_gradients(engine), loss, expected_loss, expected),
         "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
         "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
@@ -266,11 +262,11 @@ def planted():
             with bug():
                 engine = tensor.build(whole, dist.group.WORLD)
                 try:
-                    loss = tensor.accumulate_gradients(engine, batches)
+                    loss = engines.accumulate_gradients(engine, batches)
                 except RuntimeError as error:
                     found[bug.__name__, name] = str(error)
                     continue
-            found[bug.__name__, name] = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
+            found[bug.__name__, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -323,8 +319,8 @@ def dropout_run(recompute):
     case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
-        loss = tensor.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
-    return loss, tensor.full_gradients(engine), masks.drawn
+        loss = engines.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
+    return loss, engines.full_gradients(engine), masks.drawn
 
 
 def dropout():
@@ -358,70 +354,6 @@ def test_recomputation_draws_the_same_masks_again(dropped, recompute):
         assert not torch.equal(first, second)
 
 
-# --- memory
-
-
-def kept(tp_size, config):
-    group = make_groups(Mesh(dp=dist.get_world_size() // tp_size, tp=tp_size))["tp"]
-    engine = tensor.build(model.build(config, dtype=torch.float64), group)
-    x_BS, y_BS = micro_batches(config.vocab_size, rows=(2,))[0]
-    return kept_bytes(engine, lambda: tensor.loss_of(engine, x_BS, y_BS))
-
-
-def largest_tensor(engine, batches):
-    with MemoryTracker(engine) as tracker:
-        tensor.accumulate_gradients(engine, batches)
-    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values(), strict=True)]
-    return max(after - before for before, after in itertools.pairwise(total))
-
-
-def memory():
-    even = config_of(LLAMA, d_ff=32, vocab_size=400, num_kv_heads=4)
-    group = dist.group.WORLD
-    engine = tensor.build(model.build(even, dtype=torch.float64), group)
-    batches = micro_batches(400, rows=(4,))
-    optimizer = tensor.make_optimizer(engine)
-    with MemoryTracker(engine, optimizer) as tracker:
-        tensor.step(engine, batches, optimizer)
-        optimizer_bytes = tracker.current("optimizer")
-    return {
-        "kept": {tp: kept(tp, even) for tp in (1, 2, 4)},
-        "largest": largest_tensor(engine, batches),
-        "held": sum(p.nbytes for p in engine.parameters()),
-        "norms": sum(p.nbytes for name, p in engine.named_parameters() if "norm" in name),
-        "whole": sum(p.nbytes for p in model.build(even, dtype=torch.float64).parameters()),
-        "optimizer": optimizer_bytes,
-    }
-
-
-@pytest.fixture(scope="module")
-def remembered():
-    return launch(memory, 4)
-
-
-def test_what_backward_keeps_is_whole_around_the_norms_and_a_share_elsewhere(remembered):
-    """Elements a token: inputs of norms, of columns (once, not once for each of q, k, v) and of the head stay whole."""
-    D, F_, V, N, H, L = 16, 32, 400, 4, 4, 2
-    for rank in remembered:
-        for t, nbytes in rank["kept"].items():
-            whole = L * (4 * D + 2) + 2 * D + 1
-            shared = L * (N * H * 4 + N + 4 * F_) + V  # q, k, v, core's output, its log-sum-exp; MLP; softmax
-            tables = 2 * S * H  # cosines and sines
-            places = 2 * 2 * S * (8 + 1)  # where a token and a target are among mine, and whether
-            assert nbytes == 8 * (2 * S * whole + 2 * S * shared // t + tables) + places, t
-
-
-def test_no_tensor_is_as_large_as_the_logits(remembered):
-    for rank in remembered:
-        assert rank["largest"] == 4 * S * 400 * 8 // 4
-
-
-def test_parameters_and_their_states_are_a_share_but_for_the_norms(remembered):
-    for rank in remembered:
-        assert rank["held"] == (rank["whole"] - rank["norms"]) // 4 + rank["norms"]
-        assert 0 <= rank["optimizer"] - 2 * rank["held"] < 4 * 64  # two moments, and a step counter for each parameter
-
-
 # --- steps
 
 
@@ -431,111 +363,23 @@ def trained(clip_norm):
     whole = built(case)
     reference = copy.deepcopy(whole)
     engine = tensor.build(whole, dist.group.WORLD)
-    optimizer = tensor.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for seed in range(3):
         batches = micro_batches(39, seed=seed)
-        tensor.step(engine, batches, optimizer, clip_norm)
+        engines.step(engine, batches, optimizer, clip_norm)
         one_process(reference, batches)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         expected.step()
         expected.zero_grad()
-    after = tensor.full_parameters(engine)
+    after = engines.full_parameters(engine)
     apart = max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
-    tensor.accumulate_gradients(engine, batches)
+    engines.accumulate_gradients(engine, batches)
     one_process(reference, batches)
-    norms = tensor.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
-    clipped = tensor.full_gradients(engine)
+    norms = engines.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    clipped = engines.full_gradients(engine)
     off = max((clipped[name] - p.grad).abs().max().item() for name, p in reference.named_parameters())
     return apart, abs(norms[0] - norms[1]).item(), off, norm.item()
-
-
-def in_bfloat16():
-    engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
-    optimizer = tensor.make_optimizer(engine, lr=0.01)
-    losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
-    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.module.embed.weight.dtype
-
-
-def under_autocast():
-    """Relative distance of all gradients from one process; only forward and loss run under autocast."""
-    whole, batch = model.build(GPT, 1), micro_batches(39)[0]
-    engine = tensor.build(copy.deepcopy(whole), dist.group.WORLD)
-    for technique, built in ((training, whole), (tensor, engine)):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = technique.loss_of(built, *batch)
-        loss.backward()
-    tensor.sum_replicas(engine)
-    full = tensor.full_gradients(engine)
-    pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
-    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs, strict=True)]
-    return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
-
-
-def gradients_in_float32():
-    """What a step leaves in FP32 gradients; what clipping says where there are no gradients."""
-    engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
-    accumulate_in_fp32(engine.parameters())
-    tensor.step(engine, micro_batches(39), tensor.make_optimizer(engine, lr=0.0), 1.0)
-    left = max(param.main_grad.abs().max().item() for param in engine.parameters())
-    try:
-        return left, tensor.clip_gradients(tensor.build(model.build(LLAMA), dist.group.WORLD), 1.0)
-    except ValueError as error:
-        return left, str(error)
-
-
-def in_columns_of_a_mesh():
-    group = make_groups(Mesh(dp=2, tp=2))["tp"]
-    return measure(Case(config_of(LLAMA, num_kv_heads=1)), group)["apart"]
-
-
-def traces():
-    spans = {}
-    for overlap in (True, False):
-        trace = []
-        engine = tensor.build(model.build(LLAMA), dist.group.WORLD, overlap, trace)
-        optimizer = tensor.make_optimizer(engine)
-        tensor.step(engine, micro_batches(39, rows=(1,)), optimizer)
-        comm.barrier(dist.group.WORLD)
-        spans[overlap] = list(trace)
-    return spans
-
-
-def on_meta():
-    """Only shapes: enough to know which slice of a file each rank must read."""
-    whole = model.build(LLAMA, device="meta")
-    engine = tensor.build(whole, dist.group.WORLD)
-    cuts = tensor.cuts_of(engine)
-    shapes = {name: tuple(p.shape) for name, p in engine.named_parameters()}
-    agree = all(
-        shapes[name][cut.dim] == cut.start_and_length(dist.get_rank())[1] and p.is_meta
-        for name, p in engine.named_parameters()
-        if (cut := cuts.get(name))
-    )
-    k = cuts["blocks.0.attention.k.weight"]
-    return agree, sorted(set(shapes) - set(cuts)), [k.start_and_length(rank) for rank in range(4)]
-
-
-def by_hand():
-    """The two layers alone, as a learner writes them, and the logits put together."""
-    group = dist.group.WORLD
-    torch.manual_seed(0)
-    up, down, x = nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(3, 6).double()
-    residual = linear.ReplicatedResidual(group)
-    column, row = linear.ColumnLinear(up, residual), linear.RowLinear(down, residual)
-    mine, plain, whole = (x.clone().requires_grad_() for _ in range(3))
-    row(torch.tanh(column(mine))).square().sum().backward()
-    composed = F.linear(torch.tanh(F.linear(copy_in(plain, group), column.weight, column.bias)), row.weight)
-    (sum_out(composed, group) + row.bias).square().sum().backward()
-    down(torch.tanh(up(whole))).square().sum().backward()
-    engine = tensor.build(model.build(LLAMA), group)
-    tokens = torch.arange(S)[None]
-    logits = join(engine(tokens), group, -1, LLAMA.vocab_size)
-    return (
-        (mine.grad - whole.grad).abs().max().item(),
-        (plain.grad - whole.grad).abs().max().item(),
-        (logits - model.build(LLAMA)(tokens)).abs().max().item(),
-    )
 
 
 def far_from_zero():
@@ -560,13 +404,6 @@ def the_rest():
     return {
         "far from zero": far_from_zero(),
         "trained": trained(0.5),
-        "bfloat16": in_bfloat16(),
-        "autocast": under_autocast(),
-        "float32 gradients": gradients_in_float32(),
-        "mesh": in_columns_of_a_mesh(),
-        "traces": traces(),
-        "meta": on_meta(),
-        "by hand": by_hand(),
     }
 
 
@@ -581,55 +418,10 @@ def test_three_clipped_steps_equal_one_process_and_each_parameter_counts_once_in
         assert norms < 1e-12 and clipped < 1e-10 and apart < 1e-8
 
 
-def test_bfloat16_parameters_train_with_masters(rest):
-    for has_masters, gain, dtype in (rank["bfloat16"] for rank in rest):
-        assert has_masters and gain > 0.3 and dtype == torch.bfloat16
-
-
-def test_forward_under_autocast_and_backward_outside_is_like_one_process(rest):
-    for apart, dtypes in (rank["autocast"] for rank in rest):
-        assert apart < 0.02 and dtypes == {torch.float32}
-
-
-def test_a_step_forgets_gradients_in_float32_and_none_to_clip_is_an_error(rest):
-    for left, refused in (rank["float32 gradients"] for rank in rest):
-        assert left == 0.0 and "call accumulate_gradients first" in refused
-
-
-def test_groups_inside_a_mesh_share_their_own_heads_only(rest):
-    assert max(max(rank["mesh"].values()) for rank in rest) < 1e-12
-
-
-def test_with_overlap_the_sum_of_the_input_gradient_begins_before_the_weight_gradients(rest):
-    for spans in (rank["traces"] for rank in rest):
-        for overlap, of_run in spans.items():
-            sums = [span for span in of_run if span.name == "sum of input gradients"]
-            weights = [span for span in of_run if span.name == "weight gradients"]
-            assert len(sums) == len(weights) == 2 * 2 + 1
-            assert len([span for span in of_run if span.name == "sum of outputs"]) == 2 * 2 + 1
-            assert {span.lane for span in sums} == {"communication"}
-            sums, weights = (sorted(each, key=lambda span: span.start_s) for each in (sums, weights))
-            assert all(s.start_s < w.start_s for s, w in zip(sums, weights, strict=True))
-            if not overlap:
-                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights, strict=True))
-
-
-def test_a_model_without_numbers_tells_each_ranks_slices(rest):
-    for agree, whole, kv in (rank["meta"] for rank in rest):
-        assert agree and kv == [(0, 4), (0, 4), (4, 4), (4, 4)]
-        norms = [f"blocks.{layer}.{name}_norm.weight" for layer in (0, 1) for name in ("attention", "mlp")]
-        assert whole == [*norms, "norm.weight"]
-
-
 def test_the_loss_neither_overflows_nor_vanishes_and_is_float32_of_bfloat16_logits(rest):
     for seen in (rank["far from zero"] for rank in rest):
         for loss, gradient, same_dtype in seen:
             assert loss < 1e-4 and gradient < 1e-4 and same_dtype, seen
-
-
-def test_column_and_row_stand_alone_and_logits_can_be_joined(rest):
-    for mine, plain, logits in (rank["by hand"] for rank in rest):
-        assert mine < 1e-12 and plain < 1e-12 and logits < 1e-5
 
 
 # --- errors

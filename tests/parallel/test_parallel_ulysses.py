@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 
 from course_lib import model, training
-from course_lib.comm import make_groups
 from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import SEQUENCE_SHARDINGS, Mesh
+from course_lib.layout import SEQUENCE_SHARDINGS
 from course_lib.measure import ByteMeter
 from course_lib.model import fused_attention
-from course_lib.parallel import context, tensor, ulysses
+from course_lib.parallel import context, ulysses
+from course_lib.parallel import engine as engines
 from course_lib.parallel.positions import positions
-from course_lib.parallel.vocabulary import vocab_cross_entropy
 
 LAYERS, S, ROWS, H = 2, 16, (2, 1), 4
 LLAMA = ModelConfig("llama", LAYERS, d_model=32, num_heads=8, num_kv_heads=4, d_ff=24, vocab_size=32, max_seq_len=S)
@@ -61,8 +60,8 @@ def measure(case):
     whole = model.build(config, dtype=torch.float64, recompute=recompute, attention=attention)
     engine = context.build(whole, dist.group.WORLD, method="ulysses", **options)
     with ByteMeter() as meter:
-        loss = context.accumulate_gradients(engine, micro_batches())
-    return worst(context.full_gradients(engine), loss, config), meter.calls, meter.by_collective
+        loss = engines.accumulate_gradients(engine, micro_batches())
+    return worst(engines.full_gradients(engine), loss, config), meter.calls, meter.by_collective
 
 
 def attention_alone(sequence_sharding):
@@ -103,25 +102,10 @@ def too_few_heads():
     return str(error.value), meter.calls
 
 
-def beside_tensor_parallelism():
-    """Each rank has half of the heads of half of the tokens; Ulysses makes that a quarter of the heads."""
-    groups = make_groups(Mesh(cp=2, tp=2))
-    cut = tensor.build(model.build(LLAMA, dtype=torch.float64), groups["tp"])
-
-    def token_losses(logits_Bsv, y_Bs):
-        return vocab_cross_entropy(logits_Bsv, y_Bs, cut.module.embed.first, groups["tp"])
-
-    engine = context.build(cut.module, groups["cp"], method="ulysses", token_losses=token_losses)
-    loss = context.accumulate_gradients(engine, micro_batches())
-    return worst(tensor.full_gradients(cut), loss, LLAMA)
-
-
 def on_ranks():
     found = {name: measure(case) for name, case in cases_of(dist.get_world_size()).items()}
     found["alone"] = max(attention_alone(sequence_sharding) for sequence_sharding in SEQUENCE_SHARDINGS)
     found["order"], found["too few"] = starts_and_waits(), too_few_heads()
-    if dist.get_world_size() == 4:
-        found["tp"] = beside_tensor_parallelism()
     return found
 
 
@@ -180,14 +164,3 @@ def test_the_limit_by_heads_says_what_to_choose(heads):
     wrong, choices, end = REFUSED[heads]
     choose = f'choose cp from {choices}, or method="ring", which has no such limit{end}'
     assert str(error.value) == f"{wrong}: Ulysses gives each rank whole heads; {choose}"
-
-
-def test_inner_ranks_share_what_one_rank_of_the_ring_has():
-    for sequence_sharding in SEQUENCE_SHARDINGS:
-        for ring_rank in range(2):
-            shares = [ulysses.inner_positions(sequence_sharding, S, (2, rank), (2, ring_rank)) for rank in range(2)]
-            assert torch.equal(torch.cat(shares), positions(sequence_sharding, S, 2, ring_rank))
-    with pytest.raises(
-        ValueError, match="leaves 6 tokens, which Ulysses over 4 does not divide; choose a multiple of 16"
-    ):
-        ulysses.inner_positions("zigzag", 12, (4, 0), (2, 0))

@@ -16,7 +16,7 @@ from course_lib import model
 from course_lib.config import PRESETS, ModelConfig
 from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.memory.zero import zero_state_bytes, zero_units
+from course_lib.memory.zero import zero_units
 from course_lib.parallel import data as stage_0
 from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
@@ -121,7 +121,7 @@ def measure(make_model, stage, micro_batches):
     expected = expected_bytes(reference, stage, size, micro_batches)
     wanted_shapes = [(numel // size,) for sizes in padded_sizes(reference, stage, size).values() for numel in sizes]
     engine = zero.build(make_model(rank), group, stage, SMALL_BUCKETS)  # ranks begin with different parameters
-    optimizer = zero.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     trained = [p for p in reference.parameters() if p.requires_grad]
     plain = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     text_T = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0))
@@ -132,8 +132,8 @@ def measure(make_model, stage, micro_batches):
             engine.run(data.micro_batches(*share, micro_batches))
             engine.finish()
         loss_of(reference, *data.batch(text_T, index, 3 * size, seq_len=5)).backward()
-        worst["gradients"].append(largest_difference(zero.full_gradients(engine), grads_of(reference)))
-        norm = zero.clip_gradients(engine, CLIP)
+        worst["gradients"].append(largest_difference(engines.full_gradients(engine), grads_of(reference)))
+        norm = engines.clip_gradients(engine, CLIP)
         worst["norm"].append(abs(norm - nn.utils.clip_grad_norm_(trained, CLIP)).item())
         optimizer.step()
         plain.step()
@@ -141,7 +141,9 @@ def measure(make_model, stage, micro_batches):
             engine.share_update()
         engine.zero_grad()
         plain.zero_grad()
-        worst["parameters"].append(largest_difference(zero.full_parameters(engine), dict(reference.named_parameters())))
+        worst["parameters"].append(
+            largest_difference(engines.full_parameters(engine), dict(reference.named_parameters()))
+        )
     shapes = sorted(tuple(shard.shape) for shard in engine.shards) == sorted(wanted_shapes)
     sent = (gradient_meter.sent_bytes, update_meter.sent_bytes)
     return Measured(*(max(of) for of in worst.values()), sent, expected, shapes)
@@ -179,22 +181,6 @@ def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, 
             assert measured.shapes, key
 
 
-@pytest.mark.exhaustive
-def test_the_stages_send_2_2_and_3_times_the_padded_parameters(right):
-    size = 3  # with one micro-batch
-    for name in ("llama", "recomputed", "gpt"):
-        built = globals()[name](0)
-        for stage, times in ((1, 2), (2, 2), (3, 3)):
-            payload = 8 * sum(padded_sizes(built, stage, size)["trained"])
-            assert sum(right[size][0][name, stage].sent_bytes) == times * payload * (size - 1) // size
-
-
-def test_three_micro_batches_cost_stage_2_and_3_three_times_the_gradients(right):
-    payload = {stage: 4 * sum(padded_sizes(llama(0), stage, 2)["trained"]) for stage in (1, 2, 3)}
-    totals = {stage: sum(right[2][0]["llama", stage].sent_bytes) for stage in (1, 2, 3)}
-    assert totals == {1: 2 * payload[1], 2: (3 + 1) * payload[2], 3: 3 * 3 * payload[3]}
-
-
 # --- bytes held
 
 TOY = dataclasses.replace(PRESETS["toy"], vocab_size=259)  # an embedding that 3 ranks must pad
@@ -212,11 +198,11 @@ def memory(recipe, stage, prefetch=True, config=TOY, recompute="none"):
         engine = zero.build(built, dist.group.WORLD, stage, 100_000, grad_dtype=grad_dtype)
     else:
         engine = zero.ZeroUnits(built, dist.group.WORLD, prefetch=False, grad_dtype=grad_dtype)
-    optimizer = zero.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     batches = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))] * 2
-    zero.step(engine, batches, optimizer)
+    engines.step(engine, batches, optimizer)
     with MemoryTracker(engine, optimizer) as tracker:
-        zero.accumulate_gradients(engine, batches)
+        engines.accumulate_gradients(engine, batches)
         optimizer.step()
         engine.share_update()
         held = tracker.current_by_kind()
@@ -243,29 +229,6 @@ def memories():
     return LaunchedBySize(memory_all)
 
 
-def toy_units(recipe, stage):
-    itemsize = 4 if recipe == "fp32" else 2
-    if stage == 3:
-        return zero_units(TOY, 3)
-    built = model.build(TOY, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta")
-    plan = stage_0.assign_buckets(stage_0.trainable(built), 100_000, 100_000)
-    return [sum(param.numel() for _, param in members) for members in plan]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
-def test_each_kind_of_bytes_held_equals_the_formula_to_the_byte(memories, size):
-    for states, _ in memories[size]:
-        for (recipe, stage), (held, _, gradients_after) in states.items():
-            predicted = zero_state_bytes(toy_units(recipe, stage), stage, size, recipe)
-            assert {kind: held[kind] for kind in ("parameters", "gradients", "optimizer", "gathered")} == {
-                "parameters": predicted.parameters,
-                "gradients": predicted.gradients,
-                "optimizer": predicted.optimizer,
-                "gathered": 0,
-            }, (recipe, stage)
-            assert gradients_after == 0
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_gathered_parameters_peak_at_two_units(memories, size):
     units = zero_units(TOY, 3)
@@ -280,14 +243,6 @@ def test_gathered_parameters_peak_at_two_units(memories, size):
         }
         assert gathered["no prefetch"] < gathered["whole"] < 4 * sum(units) / 2
         assert states["fp32", 2][1]["gathered"] == 0
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
-def test_stage_2_never_holds_more_than_two_whole_buckets_of_gradients(memories, size):
-    for states, _ in memories[size]:
-        units = [4 * up(unit, size) for unit in toy_units("fp32", 2)]
-        assert len(units) > 6
-        assert states["fp32", 2][1]["temporary"] < 3 * max(units) < sum(units)
 
 
 # --- wrong engines: each must be found out
@@ -430,17 +385,17 @@ class Branches(nn.Module):
 def unused_parameters(stage):
     """Ranks use different layers; the mean over ranks counts what a rank did not use as zeros."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    refused = message_of(zero.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
+    refused = message_of(engines.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
     branches = Branches().double()
     engine = zero.build(branches, group, stage, 300, allow_unused=True)
     reference = copy.deepcopy(Branches().double())
-    reference.load_state_dict(zero.full_parameters(engine))
+    reference.load_state_dict(engines.full_parameters(engine))
     branches.layer = rank
-    zero.accumulate_gradients(engine, some_batches(1, seed=rank))
+    engines.accumulate_gradients(engine, some_batches(1, seed=rank))
     for other in range(2):
         reference.layer = other
         (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
-    gradients = zero.full_gradients(engine)
+    gradients = engines.full_gradients(engine)
     unused = gradients["layers.2.weight"].abs().max().item()
     return refused, unused, max((gradients[n] - g).abs().max().item() for n, g in grads_of(reference).items())
 
@@ -461,20 +416,11 @@ def evaluation():
         with torch.no_grad():
             found.append((engine(x_BS) - reference(x_BS)).abs().max().item())
         found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
-        zero.accumulate_gradients(engine, [(x_BS, y_BS)])
+        engines.accumulate_gradients(engine, [(x_BS, y_BS)])
         found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
     loss_of(reference, x_BS, y_BS).backward()
     twice = {name: 2 * grad for name, grad in grads_of(reference).items()}
-    return max(found), largest_difference(zero.full_gradients(engine), twice)
-
-
-def accumulates_over_calls(stage):
-    """Without zero_grad in between, gradients of two calls add up, as they do in one process."""
-    engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
-    for batch in some_batches(2):
-        zero.accumulate_gradients(engine, [batch])
-        loss_of(reference, *batch).backward()
-    return largest_difference(zero.full_gradients(engine), grads_of(reference))
+    return max(found), largest_difference(engines.full_gradients(engine), twice)
 
 
 def begun_again(stage):
@@ -486,44 +432,25 @@ def begun_again(stage):
 
     hook = engine.module.blocks[1].mlp.down.register_full_backward_pre_hook(fail)
     with pytest.raises(FloatingPointError):
-        zero.accumulate_gradients(engine, some_batches(1))
+        engines.accumulate_gradients(engine, some_batches(1))
     hook.remove()
     engine.zero_grad()
     whole = sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats) if stage == 3 else 0
-    zero.accumulate_gradients(engine, some_batches(1))
+    engines.accumulate_gradients(engine, some_batches(1))
     loss_of(reference, *some_batches(1)[0]).backward()
-    return largest_difference(zero.full_gradients(engine), grads_of(reference)), whole
-
-
-def resumed(stage):
-    """The second step after the optimizer's state was loaded: parameters to the bit, and gradients forgotten by it."""
-    config, after = dataclasses.replace(PRESETS["toy"], num_layers=1), []
-    for interrupted in (False, True):
-        engine = zero.build(
-            model.build(config, dtype=torch.bfloat16), dist.group.WORLD, stage, grad_dtype=torch.float32
-        )
-        optimizer = zero.make_optimizer(engine, lr=0.01)
-        zero.step(engine, some_batches(1), optimizer)
-        if interrupted:
-            saved, optimizer = copy.deepcopy(optimizer.state_dict()), zero.make_optimizer(engine, lr=0.01)
-            optimizer.load_state_dict(saved)
-            zero.accumulate_gradients(engine, some_batches(1))
-            optimizer.zero_grad()
-        zero.step(engine, some_batches(2)[1:], optimizer)
-        after.append(zero.full_parameters(engine))
-    return all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    return largest_difference(engines.full_gradients(engine), grads_of(reference)), whole
 
 
 def steps_lower_the_loss(stage, dtype, grad_dtype):
     """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
     config = dataclasses.replace(PRESETS["toy"], num_layers=1)
     engine = zero.build(model.build(config, dtype=dtype), dist.group.WORLD, stage, grad_dtype=grad_dtype)
-    optimizer = zero.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     reference = model.build(config, dtype=dtype)
     plain = MasterAdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     losses = []
     for _ in range(5):
-        losses.append(zero.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
+        losses.append(engines.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
         plain.zero_grad()
         loss = loss_of(reference, *some_batches(1)[0])
         loss.backward()
@@ -548,49 +475,15 @@ def mistakes():
     return {name: message_of(call) for name, call in calls.items()}
 
 
-def four_weights(stage):
-    """Two ranks see x = 1 1 1 1 and x = 2 2 2 2; the loss is (w x)^2 / 2: gradients 10 and 40, mean 25."""
-    after = []
-    for make in (
-        lambda mine: torch.optim.SGD(mine, lr=0.1),
-        lambda mine: MasterAdamW(mine, 0.1, weight_decay=0),
-    ):
-        line = nn.Linear(4, 1, bias=False)
-        line.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-        engine = zero.build(line, dist.group.WORLD, stage)
-        optimizer = make(engine.shards)
-        (engine(torch.full((4,), dist.get_rank() + 1.0)) ** 2 / 2).sum().backward()
-        engine.finish()
-        gradient = engine.flats[0].shard_p.grad.tolist()
-        optimizer.step()
-        engine.share_update()
-        after.append(zero.full_parameters(engine)["weight"].flatten().tolist())
-    return gradient, after
-
-
-def traces():
-    found = {}
-    for stage in (2, 3):
-        trace = []
-        engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS, trace=trace)
-        zero.step(engine, some_batches(1), zero.make_optimizer(engine))
-        found[stage] = trace
-    return found
-
-
 def the_rest():
     return {
         "unused": {stage: unused_parameters(stage) for stage in (1, 2, 3)},
         "twice": {stage: message_of(backward_twice, stage) for stage in (1, 2, 3)},
         "evaluation": evaluation(),
-        "over calls": [accumulates_over_calls(stage) for stage in (1, 2, 3)],
         "begun again": [begun_again(stage) for stage in (1, 2, 3)],
-        "resumed": [resumed(stage) for stage in (1, 2, 3)],
         "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
         "fp32": steps_lower_the_loss(3, torch.float32, None),
         "mistakes": mistakes(),
-        "four weights": [four_weights(stage) for stage in (1, 2, 3)],
-        "traces": traces(),
     }
 
 
@@ -616,17 +509,9 @@ def test_evaluation_gathers_and_frees_and_leaves_training_alone(rest):
         assert max(of_rank["evaluation"]) < 1e-10
 
 
-def test_gradients_of_two_calls_add_up_until_they_are_zeroed(rest):
-    assert max(worst for of_rank in rest for worst in of_rank["over calls"]) < 1e-10
-
-
 def test_a_pass_that_failed_leaves_nothing_behind_once_gradients_are_zeroed(rest):
     for of_rank in rest:
         assert all(worst < 1e-10 and whole == 0 for worst, whole in of_rank["begun again"]), of_rank["begun again"]
-
-
-def test_a_loaded_optimizer_goes_on_to_the_bit_and_its_zero_grad_forgets_fp32_gradients(rest):
-    assert all(same for of_rank in rest for same in of_rank["resumed"])
 
 
 def test_bf16_parameters_train_with_fp32_masters_and_gradients_as_in_one_process(rest):
@@ -644,29 +529,6 @@ def test_errors_say_what_to_do(rest):
     assert "sharded this model already" in texts["again"]
     assert "an engine has this model already" in texts["again 1"] and "build it anew" in texts["again 2"]
     assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
-
-
-def test_four_weights_move_as_worked_out_by_hand(rest):
-    for of_rank in rest:
-        for gradient, (sgd, adam) in of_rank["four weights"]:
-            assert gradient == [25.0, 25.0]
-            assert sgd == pytest.approx([-1.5, -0.5, 0.5, 1.5])
-            assert adam == pytest.approx([0.9, 1.9, 2.9, 3.9])
-
-
-def test_the_trace_shows_the_next_unit_under_way_while_one_computes(rest):
-    for of_rank in rest:
-        spans = {(span.lane, span.name): span for span in of_rank["traces"][3]}
-        computing = [span for span in of_rank["traces"][3] if span.lane == "compute"]
-        assert [span.name for span in computing if span.name.startswith("forward")] == [
-            "forward embed", "forward blocks.0", "forward blocks.1", "forward blocks.2", "forward norm + head",
-        ]  # fmt: skip
-        assert all(one.stop_s <= other.start_s for one, other in itertools.pairwise(computing))
-        gathers = sorted((s for s in of_rank["traces"][3] if s.name.startswith("gather")), key=lambda s: s.start_s)
-        assert len(gathers) == 2 * 5
-        assert gathers[1].name == "gather blocks.0" and gathers[1].start_s < spans["compute", "forward embed"].start_s
-        assert sum(span.name.startswith("reduce") for span in of_rank["traces"][3]) == 5
-        assert {span.name for span in of_rank["traces"][2]} > {"forward", "backward", "optimizer", "reduce bucket 0"}
 
 
 def test_units_are_what_runs_one_after_the_other():

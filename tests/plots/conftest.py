@@ -1,4 +1,8 @@
-"""What tests of pictures share: the figures that are shown."""
+"""What tests of pictures share: the figures that are shown, and axes to draw into."""
+
+import matplotlib
+
+matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import pytest
@@ -13,3 +17,11 @@ def shown(monkeypatch):
         patched.setattr(plt, "close", lambda figure: None)
         yield figures
     plt.close("all")
+
+
+@pytest.fixture
+def axes():
+    """Axes of a figure of their own."""
+    figure, axes = plt.subplots()
+    yield axes
+    plt.close(figure)

@@ -77,29 +77,6 @@ def test_the_matrix_has_the_bytes_that_the_traffic_counts():
         routing.traffic_picture([[1, 2]], 2)
 
 
-# ---------------------------------------------------------------- the way of tokens
-
-
-def test_a_route_knows_what_it_crosses_and_a_full_expert_drops():
-    chosen = [torch.tensor([[0, 7]]), torch.tensor([[0, 3]]), torch.tensor([[0, -1]]), torch.tensor([[1, 6]])]
-    routes = routing.token_routes(chosen, LAYOUT)
-    assert [(r.token, r.expert, r.link) for r in routes] == [
-        (0, 0, "home"), (0, 7, "between"), (1, 0, "within"), (1, 3, "home"), (2, 0, "between"), (3, 1, "between"),
-        (3, 6, "home"),
-    ]  # fmt: skip
-    limited = routing.within_capacity(routes, 2)
-    assert [r.token for r in limited if not r.kept] == [2]  # the third choice of expert 0
-    said = "7 assignments: 3 on the token's own rank, 1 within its node, 2 on another node, 1 dropped"
-    assert routing.routes_title(limited) == said
-    assert routing.token_routes(chosen[:1] * 4, LAYOUT, [torch.tensor([[0.7, 0.3]])] * 4)[1].weight == pytest.approx(
-        0.3
-    )
-    with pytest.raises(ValueError, match="one expert_Tk a rank"):
-        routing.token_routes(chosen[:3], LAYOUT)
-    with pytest.raises(ValueError, match="room for 32"):
-        routing.show_routes(ROUTING, LAYOUT)
-
-
 # ---------------------------------------------------------------- every picture can be drawn, and read
 
 LOAD = torch.tensor(counts_of(ROUTING, 8)).sum(0).tolist()
@@ -115,9 +92,7 @@ PICTURES = {
     "traffic": lambda: routing.show_traffic(plain_rows(counts_of(ROUTING, 8), LAYOUT), 8192, 2),
     "traffic of 32": lambda: routing.show_traffic(plain_rows(counts_of(MANY_ROUTING, 128), MANY), 8192, 8),
     "traffic of one node": lambda: routing.show_traffic(plain_rows(counts_of(ROUTING, 8), LAYOUT), 8192),
-    "routes": lambda: routing.show_routes([e[:3] for e in ROUTING], LAYOUT),
-    "routes of one rank": lambda: routing.show_routes([[[0, 1], [1, 3]]], ExpertLayout(4)),
-    "routes, drops": lambda: routing.show_routes([e[:3] for e in ROUTING], LAYOUT, capacity=2),
+    "routes": lambda: routing.show_routes([[[0, 1], [1, 3]]], ExpertLayout(4), [[[0.6, 0.4], [0.9, 0.1]]], "t"),
 }
 
 

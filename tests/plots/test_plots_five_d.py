@@ -1,6 +1,5 @@
 """Pictures of layouts: the numbers that they draw, and that no text lies on another."""
 
-from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -18,59 +17,12 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.memory.zero import five_d_states
-from course_lib.plots import five_d, five_d_costs
+from course_lib.plots import five_d_costs
 from course_lib.plots import holdings as who_holds
 from course_lib.plots.memory import kinds_of
 from course_lib.run import Run
 
 TOY, MOE, LLAMA = preset("toy"), preset("toy-moe"), preset("llama-3.1-8b")
-FULL = Layout(dp=2, cp=2, tp=4, pp=4, ep=2, micro_batches=4)
-OUTERMOST = ("tp", "pp", "cp", "dp")
-
-# ---------------------------------------------------------------- ranks on nodes
-
-
-def test_a_rank_has_the_colour_of_its_group_along_the_axis():
-    for axis in five_d.MAP_AXES:
-        picture = five_d.rank_map(FULL, axis, 8)
-        assert sorted(rank for group in picture.groups for rank in group) == list(range(64))
-        for rank in (0, 13, 63):
-            assert picture.groups[picture.group_of[rank]] == FULL.mesh.members(rank, 2)[axis]
-        assert picture.coordinates[13] == {"pp": 0, "dp": 0 + 1, "cp": 1, "tp": 1}
-    assert five_d.rank_map(FULL, "pp", 8).on_nodes([0, 16, 32, 48]) == {0: [0], 2: [16], 4: [32], 6: [48]}
-    with pytest.raises(ValueError, match="room for 64"):
-        five_d.rank_map(Layout(dp=128), "dp")
-    with pytest.raises(ValueError, match="axis is 'xp'; choose from pp, dp, cp, tp, ep"):
-        five_d.rank_map(FULL, "xp")
-
-
-def test_the_order_of_the_axes_decides_which_links_a_group_uses():
-    inner = Layout(dp=4, tp=8)
-    said = {
-        order: five_d.links_text(five_d.rank_map(replace(inner, order=order))) for order in (inner.order, OUTERMOST)
-    }
-    assert said == {inner.order: "tp 8: inside a node", OUTERMOST: "tp 8: over 4 nodes, 2 ranks in each"}
-    assert five_d.links_text(five_d.rank_map(inner, "dp")) == "dp 4: over 4 nodes, one rank in each"
-    assert five_d.links_text(five_d.rank_map(inner, "pp")) == "pp 1: nobody to talk to"
-
-
-def test_groups_side_by_side_have_lines_of_their_own_below_the_boxes():
-    figure, axes = plt.subplots()
-    five_d.draw_rank_map(axes, five_d.rank_map(EIGHT, "pp", 4))
-    heights = {line.get_ydata()[0] for line in axes.lines if line.get_ydata()[0] == line.get_ydata()[1]}
-    assert len(heights) == 4 and min(heights) > five_d.BOX / 2  # ranks 0-4, 1-5, 2-6, 3-7 on as many levels
-    plt.close(figure)
-    assert five_d.free_level([(0, 4, 0), (1, 5, 1)], 2, 3) == 2 and five_d.free_level([(0, 4, 0)], 5, 6) == 0
-
-
-def test_the_legend_of_lines_stands_in_a_panel_that_is_left_over(shown):
-    for axes, (below, inside) in (("pp",), (1, 0)), (("pp", "dp", "tp"), (0, 1)):
-        five_d.show_ranks(EIGHT, 4, axes)
-        assert (len(shown[-1].legends), sum(panel.get_legend() is not None for panel in shown[-1].axes)) == (
-            below,
-            inside,
-        )
-
 
 # ---------------------------------------------------------------- who holds what
 
@@ -199,11 +151,7 @@ def test_only_kinds_that_are_seen_are_in_the_legend():
 
 SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
 SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "transfer": 0.08, "data": 0.09}
-EIGHT = Layout(dp=2, tp=2, pp=2, micro_batches=2, zero_stage=1)
 PICTURES = {
-    "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
-    "64 ranks": lambda: five_d.show_ranks(FULL),
-    "one rank": lambda: five_d.show_ranks(Layout()),
     "holdings of 16": lambda: who_holds.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
     "holdings by stage": lambda: who_holds.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(

@@ -24,7 +24,6 @@ from course_lib.schedules import (
     zb_h1,
     zbv,
 )
-from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.span import Span
 
 ALL = {name: simulate(make(name, 4, 8, 2 if name == "interleaved" else 1)) for name in SCHEDULES}
@@ -166,21 +165,6 @@ def test_alive_and_waiting_are_stacked_and_end_at_nothing():
     assert [stages.short(value) for value in (4, 4.5, 12.25, 1234)] == ["4", "4.5", "12.2", "1,234"]
 
 
-# ---------------------------------------------------------------- which layers where
-
-
-def test_stages_cover_the_model_once_with_both_ends():
-    blocks = stages.stage_blocks([3, 4, 4, 3], v_placement(2))
-    assert [(b.rank, b.first, b.stop) for b in blocks] == [(0, 0, 3), (1, 3, 7), (1, 7, 11), (0, 11, 14)]
-    assert [b.stage for b in blocks if b.embedding] == [0] and [b.stage for b in blocks if b.head] == [3]
-    assert stages.stages_title(blocks) == "14 layers in 4 stages on 2 ranks: rank 0 has both ends of the model"
-    assert [b.rank for b in stages.stage_blocks([8, 8])] == [0, 1]
-    with pytest.raises(ValueError, match="the layers of each stage"):
-        stages.stage_blocks([4, 4], [0, 1, 2])
-    with pytest.raises(ValueError, match="room for 8"):
-        stages.show_stages_of_model([1] * 16)
-
-
 # ---------------------------------------------------------------- every picture can be drawn, and read
 
 PICTURES = {
@@ -194,9 +178,6 @@ PICTURES = {
         simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,
     ),
     "alive": lambda: stages.show_live(ALL["zbv"]),
-    "stages": lambda: stages.show_stages_of_model([7, 8, 8, 7], None, [2.1e9, 1.7e9, 1.7e9, 2.1e9]),
-    "stages, interleaved": lambda: stages.show_stages_of_model([1] * 12, loop_placement(4, 3)),
-    "126 layers": lambda: stages.show_stages_of_model([15, *[16] * 6, 15]),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from course_lib.measure.storages import replaced
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import LoRA
 from course_lib.model import moe
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
@@ -80,13 +81,13 @@ def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -
     layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(precision)
     with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype, attention=attention_of(config))
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)
         micro_batches, timelines = [(tokens_BS, tokens_BS)] * layout.micro_batches, []
-        five_d.step(engine, micro_batches, optimizer, 1.0)  # makes the optimizer's states
+        engines.step(engine, micro_batches, optimizer, 1.0)  # makes the optimizer's states
         for _ in range(steps):
             with MemoryTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter:
-                five_d.step(engine, micro_batches, optimizer, 1.0)
+                engines.step(engine, micro_batches, optimizer, 1.0)
             timelines.append(tracker.timeline)
     return {
         "peak": min(timeline.peak_bytes for timeline in timelines),

@@ -12,6 +12,7 @@ from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
 from course_lib.memory.zero import five_d_states
 from course_lib.model import MoE, with_moe
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate
@@ -65,14 +66,14 @@ def count_bytes():
     for config, text, seq_len in LAYOUTS:
         layout = Layout.parse(text)
         engine = five_d.build(config, layout)
-        optimizer = five_d.make_optimizer(engine)
+        optimizer = engines.make_optimizer(engine)
         torch.manual_seed(engine.groups.dp.rank())
         tokens = [torch.randint(config.vocab_size, (layout.micro_batch, seq_len)) for _ in range(layout.micro_batches)]
         choices = []
         for moe in (module for module in engine.modules() if isinstance(module, MoE)):
             moe.router.register_forward_hook(lambda *call, choices=choices: choices.append(call[-1]))
         with ByteMeter(axes=engine.axes) as meter:
-            five_d.step(engine, [(x_BS, x_BS) for x_BS in tokens], optimizer, clip_norm=1.0)
+            engines.step(engine, [(x_BS, x_BS) for x_BS in tokens], optimizer, clip_norm=1.0)
         calls = len(choices) // 2 if layout.recompute == "full" else len(choices)
         kept = [torch.where(one.kept_Tk, one.expert_Tk, -1) for one in choices[:calls]]
         found.append((meter.by_axis, kept, held_bytes(engine, optimizer)))

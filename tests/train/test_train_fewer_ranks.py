@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch
-from course_lib.parallel import five_d
+from course_lib.parallel import engine as engines
 from course_lib.train import Checkpoints, Logs, TrainPlan, trainer
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
@@ -27,7 +27,7 @@ def killed(victim: int, layout: str, kept: Checkpoints, logs: Logs) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    original, five_d.measured_step = five_d.measured_step, step_or_die
+    original, engines.measured_step = engines.measured_step, step_or_die
     trainer.train(MODEL, layout_for(layout, BATCH), PLAN, kept, logs, trainer.ignore)
 
 

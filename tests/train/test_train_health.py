@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.train import TrainPlan, health, trainer
 from course_lib.train.options import layout_for, model_named
@@ -51,7 +52,7 @@ def damaged(layout_text: str, victim: int, name: str) -> None:
                 param.view(-1)[0:1].view(torch.int32).bitwise_xor_(256)
         return loss
 
-    original, five_d.measured_step = five_d.measured_step, step_and_damage
+    original, engines.measured_step = engines.measured_step, step_and_damage
     config = HEAD_NORMS if layout_text == "tp=4" else MODEL
     trainer.train(config, layout_for(layout_text, 8), replace(PLAN, compare_every=2), say=trainer.ignore)
 
@@ -119,13 +120,13 @@ def planted(layout_text: str, plant) -> str:
 
 def other_norm() -> None:
     """Rank 1 finds another gradient norm than all others."""
-    original = five_d.measured_step
+    original = engines.measured_step
 
     def step(*arguments):
         numbers = original(*arguments)
         return numbers._replace(norm=numbers.norm * (1 + (dist.get_rank() == 1) * 1e-6))
 
-    five_d.measured_step = step
+    engines.measured_step = step
 
 
 def other_tokens() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.train import Checkpoints, Logs, TrainPlan, spikes, trainer
 from course_lib.train import log as train_log
@@ -21,21 +22,21 @@ BAD = 5  # a batch
 
 
 def final_state(engine) -> dict[str, torch.Tensor]:
-    return {name: x.clone() for name, x in five_d.full_parameters(engine).items()}
+    return {name: x.clone() for name, x in engines.full_parameters(engine).items()}
 
 
 def run_with(batches, layout: str, plan: TrainPlan, kept: Checkpoints | None = None, logs: Logs | None = None) -> tuple:
     """Train; `batches(original, number)` gives the batch of that number. What train returned, and the whole weights."""
-    original, engines, build = data.batch, [], five_d.build
+    original, built, build = data.batch, [], five_d.build
     data.batch = lambda text_T, number, *rest, **named: batches(
         lambda index: original(text_T, index, *rest, **named), number
     )
-    five_d.build = lambda *rest, **named: engines.append(build(*rest, **named)) or engines[-1]
+    five_d.build = lambda *rest, **named: built.append(build(*rest, **named)) or built[-1]
     try:
         record = trainer.train(MODEL, layout_for(layout, 8), plan, kept, logs, trainer.ignore)
     finally:
         data.batch, five_d.build = original, build
-    return record, final_state(engines[0])
+    return record, final_state(built[0])
 
 
 def with_bad(batch_of, number: int):
@@ -144,8 +145,8 @@ def test_the_rule_wants_a_full_window_and_forgets_what_is_older():
 def copied_bytes() -> list[int]:
     """Bytes of a copy after a step, and what the formula says of FP32 parameters with two moments."""
     engine = five_d.build(MODEL, layout_for("dp=1", 8))
-    optimizer = five_d.make_optimizer(engine)
-    five_d.step(engine, [data.batch(data.tokens(), 0, 1, 32)] * 8, optimizer)
+    optimizer = engines.make_optimizer(engine)
+    engines.step(engine, [data.batch(data.tokens(), 0, 1, 32)] * 8, optimizer)
     num_params = sum(param.numel() for param in engine.parameters())
     steps = 4 * len(optimizer.state)  # torch counts an AdamW's steps in a number of each parameter
     return [spikes.StateCopy(engine, optimizer, 1).num_bytes, 12 * num_params + steps]

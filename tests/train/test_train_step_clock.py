@@ -11,7 +11,7 @@ from course_lib.config import preset
 from course_lib.flops import flops_per_token
 from course_lib.launch import RankError, launch
 from course_lib.measure.waits import StreamSpans
-from course_lib.parallel import five_d
+from course_lib.parallel import engine as engines
 from course_lib.span import Span
 from course_lib.train import Logs, TrainPlan, health, trainer, watch
 from course_lib.train import log as train_log
@@ -25,14 +25,14 @@ LAYOUT = layout_for("dp=2,pp=2,zero_stage=1", 8)
 
 def train_logged(folder: str, layout=LAYOUT, slow: int | None = None) -> list[tuple[float, float]]:
     """Train, with every module of one rank slower; return the losses and norms that the engine gave."""
-    found, original = [], five_d.measured_step
+    found, original = [], engines.measured_step
 
     def step(*arguments):
         numbers = original(*arguments)
         found.append((numbers.loss.item(), numbers.norm.item()))
         return numbers
 
-    five_d.measured_step = step
+    engines.measured_step = step
     if dist.get_rank() == slow:
         torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.01))
     trainer.train(MODEL, layout, PLAN, None, Logs(folder, peak_tflops=0.01), trainer.ignore)
@@ -139,8 +139,8 @@ def test_on_a_gpu_the_seconds_are_those_of_the_events():
 
 
 def failing(folder: str) -> None:
-    original = five_d.measured_step
-    five_d.measured_step = lambda *arguments: original(*arguments)._replace(loss=torch.tensor(float("nan")))
+    original = engines.measured_step
+    engines.measured_step = lambda *arguments: original(*arguments)._replace(loss=torch.tensor(float("nan")))
     trainer.train(MODEL, layout_for("dp=1", 2), PLAN, None, Logs(folder), trainer.ignore)
 
 

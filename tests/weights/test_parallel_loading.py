@@ -102,9 +102,9 @@ def engines_from_files(folder):
     ]
     with torch.no_grad():
         logits = [engine.eval()(x_BS) for engine in engines]
-    parameters = [zero.full_parameters(engine) for engine in engines]
-    losses = [zero.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
-    gradients = [zero.full_gradients(engine) for engine in engines]
+    parameters = [engines.full_parameters(engine) for engine in engines]
+    losses = [engines.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
+    gradients = [engines.full_gradients(engine) for engine in engines]
     same = [
         torch.equal(*pair)
         for both in (parameters, gradients)

@@ -1,128 +1,182 @@
 """Graders of chapter 04, exercises 1 to 3: bytes held, bytes sent, clipping on shards."""
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
-from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
-
-SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
-
+from course_lib.checks.core import fresh_generator, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Each, on_ranks
+from course_lib.comm import all_gather, all_reduce
 
 # ------------------------------------------------------------------------------------ 1. bytes held
-@grader
-def check_held_bytes(answer, rng):
-    """Bytes of parameters, gradients and optimizer states that a rank holds at each stage, padding included."""
+ORDER = ("optimizer", "gradients", "parameters")
+
+
+def _held(order=ORDER, optimizer_bytes=12, shard=math.ceil, whole=math.ceil, cut=lambda stage: stage):
+    """The reference, and with an argument one of the mistakes. cut: how many kinds are sharded at a stage."""
+
+    def held(num_params, stage, dp_size):
+        piece, padded = shard(num_params / dp_size), whole(num_params / dp_size) * dp_size if stage else num_params
+        sizes = {"parameters": 2, "gradients": 2, "optimizer": optimizer_bytes}
+        cut_here = order[: cut(stage)]
+        return tuple(round(size * (piece if kind in cut_here else padded)) for kind, size in sizes.items())
+
+    return held
+
+
+def _held_by_divmod(num_params, stage, dp_size):
+    quotient, rest = divmod(num_params, dp_size)
+    shard = quotient + (rest > 0)
+    full = num_params if stage < 1 else shard * dp_size
+    return 2 * [full, shard][stage > 2], 2 * [full, shard][stage > 1], 12 * [full, shard][stage > 0]
+
+
+def _models(rng):
+    cases = []
     for _ in range(8):
         dp_size = rng.choice([3, 4, 7, 8, 64])
         num_params = rng.randrange(10**6, 10**9) * dp_size + rng.randrange(1, dp_size)
-        for stage in range(4):
-            got = answer(num_params, stage, dp_size)
-            if not (isinstance(got, tuple) and len(got) == 3 and all(isinstance(size, int) for size in got)):
-                fail(f"it returned {got!r}; return three whole numbers: parameters, gradients, optimizer")
-            _expect_held(got, num_params, stage, dp_size)
+        cases += [(num_params, stage, dp_size) for stage in range(4)]
+    return cases
 
 
-def _expect_held(got: tuple, num_params: int, stage: int, dp_size: int) -> None:
-    def held(cut: tuple[str, ...], optimizer_bytes: int = 12, shard: int = -(-num_params // dp_size)) -> tuple:
-        whole = num_params if stage == 0 else dp_size * -(-num_params // dp_size)
-        sizes = {"parameters": 2, "gradients": 2, "optimizer": optimizer_bytes}
-        return tuple(size * (shard if kind in cut else whole) for kind, size in sizes.items())
+def _of_stage(answer, num_params, stage, dp_size):
+    got = answer(num_params, stage, dp_size)
+    whole = isinstance(got, tuple) and len(got) == 3 and all(isinstance(size, int) for size in got)
+    return {"three whole numbers": whole, f"stage {stage}: (parameters, gradients, optimizer)": got}
 
-    order = ("optimizer", "gradients", "parameters")
-    cut, floor = order[:stage], num_params // dp_size
-    wrong = {
-        "parameters are cut last, after gradients and optimizer states": held(("parameters", *order)[:stage]),
-        "the optimizer's states are cut first; gradients follow in stage 2": held(
-            ("gradients", "optimizer", "parameters")[:stage]
+
+check_held_bytes = Exercise(
+    "check_held_bytes",
+    _held(),
+    _held_by_divmod,
+    _models,
+    {
+        "parameters are cut last, after gradients and optimizer states": _held(
+            ("parameters", "optimizer", "gradients")
         ),
-        "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": held(cut, optimizer_bytes=8),
-        "round the shard up: ranks pad to equal pieces": held(cut, shard=floor),
-        "every kind was divided; a stage cuts only what the stages up to it cut": held(order),
-    }
-    where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks: (parameters, gradients, optimizer)"
-    unpadded = tuple(size * num_params for size in (2, 2, 12))
-    nothing_cut = "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all"
-    if stage and got == unpadded:
-        fail(f"{where} is {got}, and {held(cut)} is right: {nothing_cut}")
-    if stage:
-        wrong[nothing_cut] = held(())
-    whole = tuple(
-        got_kind == plain for got_kind, plain in zip(got, unpadded, strict=False)
-    )  # an answer of another length is told below
-    if stage and any(whole):
-        fail(f"{where} is {got}: from stage 1 on what stays whole is padded too, {held(cut)} is right")
-    expect_equal(got, held(cut), where, wrong)
-
-
-# ------------------------------------------------------------------------------------ 3. clipping on shards
-@grader
-def check_clip_shards(answer, rng):
-    """Shards scaled by one factor, so that the whole gradient has a norm of at most max_norm."""
-    for world_size in (2, rng.choice([3, 4])):
-        generator = fresh_generator(rng)
-        shards = [numbers(generator, 50) * (1 + rank) for rank in range(world_size)]
-        norm = torch.cat(shards).norm().item()
-        limits = [0.2 * min(shard.norm().item() for shard in shards), 10 * norm]
-        seen = run_calls(answer, [Call(shards, (limit,)) for limit in limits], SAME_CALLS)
-        for limit, everybody in zip(limits, seen, strict=True):
-            for rank, one in enumerate(everybody):
-                _expect_clipped_shard(one, rank, shards, limit)
-
-
-def _expect_clipped_shard(seen: Seen, rank: int, shards: list[Tensor], limit: float) -> None:
-    mine_p, squares = shards[rank], torch.stack([shard.square().sum() for shard in shards])
-    norm = squares.sum().sqrt().item()
-    where = f"rank {rank} of {len(shards)}, norm of the whole gradient {norm:.3f}, max_norm {limit:.3f}"
-
-    def scaled(by: float) -> Tensor:
-        return mine_p * min(1.0, limit / by)
-
-    wrong = {
-        "scaled by the norm of its own shard; ranks then scale differently": scaled(mine_p.norm().item()),
-        "the shards' norms were added; add their squares, then take the root": scaled(squares.sqrt().sum().item()),
-        "the mean of the squares was taken; the whole gradient has the sum of them": scaled(norm / len(shards) ** 0.5),
-        "a gradient below the limit was made longer; the factor is at most 1": mine_p * (limit / norm),
-        "it was not clipped": mine_p,
-        "the root is missing: this is the sum of squares": scaled(norm**2),
-    }
-    if norm <= limit:
-        wrong.pop("it was not clipped")
-    expect_close(seen.result, scaled(norm), where, wrong, rtol=1e-5)
-    expect_input_kept(seen, where)
-    if seen.sent_bytes > 64:
-        fail(f"{where}: it sent {seen.sent_bytes:,} bytes; an all-reduce of a single number is enough")
+        "the optimizer's states are cut first; gradients follow in stage 2": _held(
+            ("gradients", "optimizer", "parameters")
+        ),
+        "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": _held(optimizer_bytes=8),
+        "round the shard up: ranks pad to equal pieces": _held(shard=math.floor),
+        "every kind was divided; a stage cuts only what the stages up to it cut": _held(
+            cut=lambda stage: 3 * (stage > 0)
+        ),
+        "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all": [
+            _held(cut=lambda stage: 0, whole=lambda length: length),
+            _held(cut=lambda stage: 0),
+        ],
+        "from stage 1 on what stays whole is padded too": _held(whole=lambda length: length),
+    },
+    _of_stage,
+    {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"},
+    breaks={"return three whole numbers": lambda *case: tuple(float(size) for size in _held()(*case))},
+)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes sent
-@grader
-def check_sent_bytes(answer, rng):
-    """Bytes that a rank sends in a step with m micro-batches: parameters in 2 bytes, gradients in 4."""
+def _sent(grad_bytes=4, own=1, **of_stage):
+    """The reference, and with an argument one of the mistakes. stage_1=(gathers, scatters), each of m micro-batches."""
+
+    def sent(num_params, stage, dp_size, micro_batches):
+        trips = {0: lambda m: (0, 2), 1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}[stage]
+        gathers, scatters = of_stage.get(f"stage_{stage}", trips)(micro_batches)
+        return (2 * gathers + grad_bytes * scatters) * (num_params // dp_size) * (dp_size - own)
+
+    return sent
+
+
+def _sent_by_phase(num_params, stage, dp_size, micro_batches):
+    ring = num_params - num_params // dp_size
+    return ring * [8, 6, 4 * micro_batches + 2, 8 * micro_batches][stage]
+
+
+def _steps(rng):
+    cases = []
     for _ in range(6):
         dp_size, micro_batches = rng.choice([2, 4, 8, 64]), rng.randrange(3, 9)
         num_params = rng.randrange(10**6, 10**9) * dp_size
-        for m in (1, micro_batches):
-            for stage in range(4):
-                _expect_sent(answer(num_params, stage, dp_size, m), num_params, stage, dp_size, m)
+        cases += [(num_params, stage, dp_size, m) for m in (1, micro_batches) for stage in range(4)]
+    return cases
 
 
-def _expect_sent(got, num_params: int, stage: int, dp_size: int, m: int) -> None:
-    def sent(gathers: int, scatters: int, grad_bytes: int = 4, share: float = (dp_size - 1) / dp_size) -> int:
-        return round((2 * gathers + grad_bytes * scatters) * num_params * share)
+check_sent_bytes = Exercise(
+    "check_sent_bytes",
+    _sent(),
+    _sent_by_phase,
+    _steps,
+    {
+        "this is the all-reduce form; only a reduce-scatter is needed": _sent(stage_1=lambda m: (1, 2)),
+        "stage 1 reduces once a step, after the last micro-batch": _sent(stage_1=lambda m: (1, m)),
+        "each micro-batch reduces: nobody keeps whole gradients to add to": _sent(stage_2=lambda m: (1, 1)),
+        "parameters are gathered twice: for forward, and again for backward": _sent(stage_3=lambda m: (m, m)),
+        "every micro-batch gathers and reduces": _sent(stage_3=lambda m: (2, 1)),
+        "gradients travel in 4 bytes": _sent(grad_bytes=2),
+        "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": _sent(own=0),
+    },
+    lambda answer, num_params, stage, *rest: {f"stage {stage}: bytes sent": answer(num_params, stage, *rest)},
+)
 
-    gathers, scatters = {0: (0, 2), 1: (1, 1), 2: (1, m), 3: (2 * m, m)}[stage]
-    wrong = {}  # what a stage is believed to do first: a wrong size of a number has shown in stage 0
-    if stage == 1:
-        wrong["this is the all-reduce form; only a reduce-scatter is needed"] = sent(1, 2)
-        wrong["stage 1 reduces once a step, after the last micro-batch"] = sent(1, m)
-    if stage == 2:
-        wrong["each micro-batch reduces: nobody keeps whole gradients to add to"] = sent(1, 1)
-    if stage == 3:
-        wrong["parameters are gathered twice: for forward, and again for backward"] = sent(m, m)
-        wrong["every micro-batch gathers and reduces"] = sent(2, 1)
-    wrong |= {
-        "gradients travel in 4 bytes": sent(gathers, scatters, grad_bytes=2),
-        "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": sent(gathers, scatters, share=1.0),
-    }
-    where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks, {m} micro-batches: bytes sent by a rank"
-    expect_equal(got, sent(gathers, scatters), where, wrong)
+
+# ------------------------------------------------------------------------------------ 3. clipping on shards
+def _clipped(grad_p, max_norm, group, norm=lambda squares, group: all_reduce(squares, group).sqrt(), most=1.0):
+    """The reference, and with an argument one of the mistakes. most: the largest factor."""
+    return grad_p * min(most, max_norm / norm(grad_p.square().sum(), group).item())
+
+
+def _with_torch(grad_p, max_norm, group):
+    norm = all_gather(grad_p.square().sum().view(1), group).sum().sqrt()
+    return grad_p.clone().mul_(torch.minimum(max_norm / (norm + 1e-7), torch.ones_like(norm)))
+
+
+def _gathers_the_gradient(grad_p, max_norm, group):
+    all_gather(grad_p, group)
+    return _clipped(grad_p, max_norm, group)
+
+
+def _limits(rng):
+    """Below the norm of every shard, and above that of the whole gradient."""
+    cases = []
+    for size in (2, rng.choice([3, 4])):
+        generator = fresh_generator(rng)
+        shards: list[Tensor] = [numbers(generator, 50) * (1 + rank) for rank in range(size)]
+        low, high = 0.2 * min(shard.norm().item() for shard in shards), 10 * torch.cat(shards).norm().item()
+        cases += [(size, Each(shards), low), (size, Each(shards), high)]
+    return cases
+
+
+check_clip_shards = Exercise(
+    "check_clip_shards",
+    _clipped,
+    _with_torch,
+    _limits,
+    {
+        "scaled by the norm of its own shard; ranks then scale differently": partial(
+            _clipped, norm=lambda squares, group: squares.sqrt()
+        ),
+        "the shards' norms were added; add their squares, then take the root": partial(
+            _clipped, norm=lambda squares, group: all_reduce(squares.sqrt(), group)
+        ),
+        "the mean of the squares was taken; the whole gradient has the sum of them": partial(
+            _clipped, norm=lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
+        ),
+        "a gradient below the limit was made longer; the factor is at most 1": partial(_clipped, most=math.inf),
+        "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
+        "the root is missing: this is the sum of squares": partial(_clipped, norm=all_reduce),
+    },
+    partial(on_ranks, slack=64),
+    {
+        "arguments changed": "your function changed its input; work on a copy (`x.clone()`): the caller still needs it",
+        "bytes sent": "an all-reduce of a single number is enough",
+    },
+    True,
+    "Does every rank of the group make the same calls in the same order?",
+    breaks={
+        "a single number is enough": _gathers_the_gradient,
+        "changed its input": lambda grad_p, max_norm, group: grad_p.copy_(_clipped(grad_p, max_norm, group)),
+    },
+)

@@ -1,7 +1,7 @@
 """Grader of chapter 04, exercise 5: units that are gathered, used and freed, in forward and in backward."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.checks.core import CheckFailed, expect_close, fail, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.core import CheckFailed, fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost
 
 WIDTH = 4
 
@@ -92,64 +94,96 @@ class Unit:
         self._log.events.append((event, self._index))
 
 
-@grader
-def check_gather_use_free(answer, rng):
-    """Forward and backward over units: each gathered twice, the next one ahead, freed after use, gradients reduced."""
-    for world_size, num_units in ((2, rng.choice([4, 5])), (4, 3)):
-        seed = fresh_seed(rng)
-        ranks = run_ranks(_on_rank, world_size, answer, num_units, seed)
-        for rank, (refused, log, output, grads) in enumerate(ranks):
-            where = f"rank {rank} of {world_size}, {num_units} units"
-            if refused:
-                fail(f"{where}: {refused}")
-            _expect_schedule(log, num_units, where)
-            _expect_numbers(output, grads, world_size, num_units, seed, rank, where)
+def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, reverse=True, wait=True):
+    """The reference, and with an argument one of the mistakes."""
+
+    def turn(unit, following, compute, value):
+        if not ahead:
+            unit.start_gather()
+        if wait:
+            unit.wait()
+        if following is not None and ahead:
+            following.start_gather()
+        return compute(value)
+
+    if ahead:
+        units[0].start_gather()
+    for unit, following in zip(units, [*units[1:], None], strict=True):
+        x = turn(unit, following, unit.forward, x)
+        if free:
+            unit.free()
+    grad, order = torch.ones_like(x), units[::-1] if reverse else units
+    if not gather_again:
+        return order[0].backward(grad)
+    if ahead and free:
+        order[0].start_gather()
+    for unit, following in zip(order, [*order[1:], None], strict=True):
+        grad = turn(unit, following if free else None, unit.backward, grad)
+        if reduce:
+            unit.reduce()
+        unit.free()
+    return x
 
 
-def _weights(num_units: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [numbers(generator, WIDTH, WIDTH) for _ in range(num_units)]
+def _keeps_the_last_unit(units, x):
+    """The last unit stays whole between forward and backward, and gradients are reduced after the free."""
+    turns = [(unit, "forward") for unit in units] + [(unit, "backward") for unit in reversed(units)]
+    units[0].start_gather()
+    value = x
+    for at, (unit, compute) in enumerate(turns):
+        if at == len(units):
+            x, value = value, torch.ones_like(value)
+        unit.wait()
+        following = turns[at + 1][0] if at + 1 < len(turns) else unit
+        if following is not unit:
+            following.start_gather()
+        value = getattr(unit, compute)(value)
+        if following is not unit or compute == "backward":
+            unit.free()
+        if compute == "backward":
+            unit.reduce()
+    return x
 
 
-def _input(seed: int, rank: int) -> Tensor:
-    return numbers(seed + 1 + rank, 3, WIDTH)
+def _left_whole(units, x):
+    x = _stage_3(units, x)
+    units[0].start_gather()
+    return x
 
 
-def _on_rank(answer: Callable, num_units: int, seed: int) -> tuple:
-    group, log = dist.group.WORLD, Log()
-    units = [Unit(index, weight, group, log) for index, weight in enumerate(_weights(num_units, seed))]
+def _inputs(rng):
+    return [(size, num_units, fresh_seed(rng)) for size, num_units in ((2, rng.choice([4, 5])), (4, 3))]
+
+
+def _events(answer, num_units, seed):
+    """Watch the order of the calls, what is whole, the output and the shards of the gradients."""
+    rank, group, log = dist.get_rank(), dist.group.WORLD, Log()
+    units = [Unit(index, numbers(seed + index, WIDTH, WIDTH), group, log) for index in range(num_units)]
     try:
-        output = answer(units, _input(seed, dist.get_rank()))
+        output = answer(units, numbers(seed + 100 + rank, 3, WIDTH))
     except CheckFailed as refused:  # every rank runs the same schedule, so all stop here
-        return str(refused), None, None, None
-    return None, log, output, [unit.grad_p for unit in units]
+        return {"error": f"refused\n{refused}"}
+    turns = [event for event in log.events if event[0] in ("forward", "backward")]
+    return {
+        "units that ran forward": sorted(index for event, index in turns if event == "forward"),
+        "units that ran backward": sorted(index for event, index in turns if event == "backward"),
+        "units whose gradient was reduced": sorted({index for event, index in log.events if event == "reduce"}),
+        "units whole at once": Cost(log.most_whole),
+        "units still whole at the end": sorted(log.whole),
+        "the order": turns,
+        "turns without a gather": _not_ahead(log.events, turns),
+        "gathers": Cost(sum(event == "gather" for event, _ in log.events)),
+        "the output": output,
+        "the shards of the gradients": [unit.grad_p for unit in units],
+    }
 
 
-def _expect_schedule(log: Log, num_units: int, where: str) -> None:
-    events = log.events
-    for index in range(num_units):
-        for event in ("forward", "backward"):
-            if events.count((event, index)) != 1:
-                fail(f"{where}: unit {index} ran {event} {events.count((event, index))} times, and once is right")
-        if ("reduce", index) not in events:
-            fail(f"{where}: the gradient of unit {index} was never reduced")
-    if log.most_whole > 2:
-        fail(f"{where}: {log.most_whole} units were whole at once, and 2 are enough: free a unit after its turn")
-    if log.whole:
-        fail(f"{where}: at the end units {sorted(log.whole)} are still whole; free them after their backward")
-    turns = [(event, index) for event, index in events if event in ("forward", "backward")]
-    in_order = [("forward", index) for index in range(num_units)]
-    if turns != in_order + [("backward", index) for index in reversed(range(num_units))]:
-        fail(f"{where}: forward runs from the first unit to the last, and backward from the last to the first")
-    for turn, (_, following) in pairwise(turns):
-        if turn[1] != following and ("gather", following) not in _since_freed(events, following, events.index(turn)):
-            fail(
-                f"{where}: while unit {turn[1]} runs {turn[0]} nothing is gathered ahead; start to gather unit "
-                f"{following} before"
-            )
-    gathers = sum(event == "gather" for event, _ in events)
-    if gathers > 2 * num_units:
-        fail(f"{where}: {gathers} gathers, and {2 * num_units} are enough: once for forward, once for backward")
+def _not_ahead(events: list[tuple[str, int]], turns: list[tuple[str, int]]) -> list[str]:
+    return [
+        f"unit {turn[1]} runs {turn[0]}"
+        for turn, (_, following) in pairwise(turns)
+        if turn[1] != following and ("gather", following) not in _since_freed(events, following, events.index(turn))
+    ]
 
 
 def _since_freed(events: list[tuple[str, int]], index: int, stop: int) -> list[tuple[str, int]]:
@@ -159,16 +193,33 @@ def _since_freed(events: list[tuple[str, int]], index: int, stop: int) -> list[t
     return until[freed[-1] + 1 :] if freed else until
 
 
-def _expect_numbers(output, grads, world_size: int, num_units: int, seed: int, rank: int, where: str) -> None:
-    weights = [weight.requires_grad_() for weight in _weights(num_units, seed)]
-    outputs = []
-    for other in range(world_size):
-        x = _input(seed, other)
-        for weight in weights:
-            x = torch.tanh(x @ weight)
-        outputs.append(x)
-    expect_close(output, outputs[rank].detach(), f"{where}: the output")
-    (sum(x.sum() for x in outputs) / world_size).backward()
-    for index, (got, weight) in enumerate(zip(grads, weights, strict=True)):
-        want = weight.grad.flatten().chunk(world_size)[rank]
-        expect_close(got, want, f"{where}: the gradient's shard of unit {index}")
+check_gather_use_free = Exercise(
+    "check_gather_use_free",
+    _stage_3,
+    _keeps_the_last_unit,
+    _inputs,
+    {
+        "a gradient was never reduced": partial(_stage_3, reduce=False),
+        "too many units were whole at once: free a unit after its turn": partial(_stage_3, free=False),
+        "units are still whole; free them after their backward": _left_whole,
+        "forward runs from the first unit to the last, and backward from the last to the first": partial(
+            _stage_3, reverse=False
+        ),
+        "while a unit runs nothing is gathered ahead; start to gather the next one before": partial(
+            _stage_3, ahead=False
+        ),
+    },
+    _events,
+    {
+        "units that ran forward": "once is right for each",
+        "units that ran backward": "once is right for each",
+        "turns without a gather": "start to gather the next unit before",
+        "gathers": "once for forward, once for backward",
+    },
+    ranks=True,
+    breaks={
+        "runs forward with freed parameters": lambda units, x: units[0].forward(x),
+        "so gather it again": partial(_stage_3, gather_again=False),
+        "wait() for it first": partial(_stage_3, wait=False),
+    },
+)

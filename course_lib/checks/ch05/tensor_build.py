@@ -1,81 +1,141 @@
-"""Graders of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
+"""Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
-from functools import cache
-
-from course_lib.checks.core import fail, grader, launched, rank_errors_as_failures
-from course_lib.checks.trainers import micro_batches
-from course_lib.memory.ranks import narrow
-from course_lib.memory.states import count_parameters
-from course_lib.minimal import compare_with_one_process, held_bytes, sent_bytes
-from course_lib.minimal.compare import CONFIG, differences_after_a_step
-from course_lib.minimal.tensor import TensorParallel
-
-LARGEST_DIFFERENCE = 1e-9  # in float64
+from course_lib.checks.table import Exercise
+from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.watch import Cost
+from course_lib.comm import all_reduce
+from course_lib.minimal import compare
+from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
+from course_lib.parallel import tensor as engine_of
+from course_lib.parallel.engine import full_parameters
+from course_lib.training import loss_of
 
 
-@grader
-def check_tensor_parallel(answer, rng):
-    """A tensor-parallel Llama: the parameters of one process, states in parts, and no more bytes than the lesson's."""
-    if not getattr(answer, "same_tokens", False):
-        fail("the class needs `same_tokens = True`: without it the check gives every rank other sequences")
-    world_size = rng.choice([2, 4])
-    for num_micro_batches in (1, 3):
-        _expect_right(answer, world_size, num_micro_batches)
-    _expect_parts(answer, world_size)
-    for num_micro_batches in (1, 3):
-        with rank_errors_as_failures(world_size):
-            sent = launched(sent_bytes, answer, world_size, num_micro_batches)
-        enough = _enough_bytes(world_size)
-        if sent > 1.01 * enough:
-            fail(
-                f"with {micro_batches(num_micro_batches)} a rank sent {sent:,} bytes, and {enough:,} are enough: one f "
-                "for all layers that share an input, no all-reduce in update, and logits that stay in parts"
-            )
+class ByTheEngine:
+    """The engine of the course, whose all-reduce of f runs beside the weight gradients."""
+
+    same_tokens = True
+
+    def __init__(self, model, make_optimizer, group):
+        self.engine = engine_of.build(model, group)
+        self.model = self.engine.module
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def backward(self, micro_batches):
+        for x_BS, y_BS in micro_batches:
+            (engine_of.loss_of(self.engine, x_BS, y_BS) / len(micro_batches)).backward()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def full_parameters(self):
+        return full_parameters(self.engine)
 
 
-def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None:
-    with rank_errors_as_failures(world_size):
-        difference = launched(compare_with_one_process, answer, world_size, num_micro_batches)
-    if not difference < LARGEST_DIFFERENCE:
-        fail(
-            f"with {micro_batches(num_micro_batches)} on {world_size} ranks a parameter differs from one process by "
-            f"{difference:.1e}; {_wrong_after_a_step(answer, world_size, num_micro_batches)}?"
-        )
+class ForgetsSameTokens(TensorParallel):
+    same_tokens = False
 
 
-def _wrong_after_a_step(answer: type, world_size: int, num_micro_batches: int) -> str:
-    """Name the parameters with a wrong gradient, of which backward reaches the last first, and ask where to look."""
-    differences = launched(differences_after_a_step, answer, world_size, num_micro_batches)
-    wrong = [name for name, difference in differences.items() if not difference < LARGEST_DIFFERENCE]
-    hint = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already"
-    if num_micro_batches > 1:
-        hint = "is each loss divided by the number of micro-batches"
-    elif "head.weight" in wrong:  # its gradient comes from the loss alone, before any f
-        hint = (
-            "so the loss itself is wrong, or the forward pass before it: does a rank count a target's logit only where "
-            "the target is its own, and is there a g behind all rows"
-        )
-    if not wrong:
-        return hint
-    return (
-        f"after one step of SGD {len(wrong)} of {len(differences)} parameters are wrong, the first is {wrong[0]}, and "
-        f"the last, which backward reaches first, is {wrong[-1]}; {hint}"
-    )
+class WithoutF(TensorParallel):
+    enter = staticmethod(lambda x, group: x)
 
 
-def _expect_parts(answer: type, world_size: int) -> None:
-    with rank_errors_as_failures(world_size):
-        held = launched(held_bytes, answer, world_size)
-    for kind, per_parameter in (("parameters", 2), ("gradients", 2), ("optimizer", 12)):
-        part = per_parameter * count_parameters(narrow(CONFIG, world_size))
-        if held[kind] > 1.02 * part:
-            fail(
-                f"at the end of backward a rank holds {held[kind]:,} bytes of {kind}, and its part is {part:,} bytes; "
-                "cut every matrix, the embedding and the head as well, and let the full ones go"
-            )
+class WithoutG(TensorParallel):
+    leave = staticmethod(lambda x, group: x)
 
 
-@cache
-def _enough_bytes(world_size: int) -> int:
-    """What the lesson's trainer sends in a step: the same at every check, and for any number of micro-batches."""
-    return sent_bytes(TensorParallel, world_size)
+class SumsNorms(TensorParallel):
+    def update(self):
+        for name, param in self.model.named_parameters():
+            if "norm" in name:
+                param.grad = all_reduce(param.grad, self.group)
+        super().update()
+
+
+class ForgetsMicroBatches(TensorParallel):
+    def backward(self, micro_batches):
+        for x_BS, y_BS in micro_batches:
+            self.loss(x_BS, y_BS).backward()
+
+
+class CountsTargetsOfOtherRanks(TensorParallel):
+    """Each rank adds a logit for every target, also where the target is another rank's."""
+
+    def loss(self, x_BS, y_BS):
+        z_BSv = self.model(x_BS)
+        v = z_BSv.shape[-1]
+        place_BS = (y_BS - self.group.rank() * v).clamp(0, v - 1)
+        target_BS = sum_out(z_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1), self.group)
+        return (sum_out(z_BSv.exp().sum(-1), self.group).log() - target_BS).mean()
+
+
+class HeadStaysFull(TensorParallel):
+    """Right, but the head is on every rank in full."""
+
+    def __init__(self, model, make_optimizer, group):
+        head = model.head
+        super().__init__(model, make_optimizer, group)
+        model.head = head
+        self.optimizer = make_optimizer(model.parameters())
+
+    def loss(self, x_BS, y_BS):
+        return loss_of(self.model, x_BS, y_BS)
+
+
+class FBeforeEachColumn(WithoutF):
+    """Right, but it sends more."""
+
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        for layer in model.modules():
+            if isinstance(layer, ColumnParallelLinear):
+                put_before(layer, copy_in, group)
+
+
+def inputs(rng):
+    [size] = rng.choices([2, 4])
+    return [(size, 1), (size, 3)]
+
+
+def watch(answer, num_micro_batches):
+    seen = {"same_tokens": getattr(answer, "same_tokens", False)} | trained(answer, num_micro_batches)
+    if num_micro_batches == 1:
+        held, _ = compare._memory(answer, compare.SEQ_LEN, 1)
+        kinds = ("parameters", "gradients", "optimizer")
+        seen["bytes held at the end of backward"] = {kind: Cost(held[kind], 0.02 * held[kind]) for kind in kinds}
+    return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
+
+
+STEP = "parameters less one process's, after one step of SGD with {}"
+DIVIDED = "is each loss divided by the number of micro-batches?"
+PARTS = "cut every matrix, the embedding and the head as well, and let the full ones go"
+ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
+FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
+check_tensor_parallel = Exercise(
+    "check_tensor_parallel",
+    TensorParallel,
+    ByTheEngine,
+    inputs,
+    {
+        "the class needs `same_tokens = True`: without it the check gives every rank other "
+        "sequences": ForgetsSameTokens,
+        "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
+        "there is no g behind the rows: what goes on is a partial sum": WithoutG,
+        "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
+        "the loss itself is wrong: a rank counts a target's logit only where the target is its "
+        "own": CountsTargetsOfOtherRanks,
+        DIVIDED: ForgetsMicroBatches,
+        PARTS: HeadStaysFull,
+        ENOUGH: FBeforeEachColumn,
+    },
+    watch,
+    {
+        STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
+        STEP.format("3 micro-batches"): DIVIDED,
+        "bytes held at the end of backward": PARTS,
+        "bytes sent": ENOUGH,
+    },
+    ranks=True,
+    seconds=60.0,
+)

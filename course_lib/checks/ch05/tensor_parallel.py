@@ -1,137 +1,202 @@
 """Graders of chapter 05, exercises 1 to 3: heads by rank, the share of communication, a row layer."""
 
-import functools
-from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_number, fail, fresh_generator, grader, numbers
-from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
+from course_lib.checks.core import fresh_generator, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Each, on_ranks, several
+from course_lib.comm import all_reduce, join
 from course_lib.comm.conjugate import my_piece
-from course_lib.traffic import ring_all_reduce_bytes
-
-SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
-
 
 # ------------------------------------------------------------------------------------ 1. heads by rank
-Heads = tuple[list[int], list[int]]
-SHAPES = [(8, 8, 4), (8, 4, 2), (8, 4, 8), (12, 3, 6), (16, 4, 8), (32, 8, 16), (6, 2, 2), (8, 1, 4), (24, 6, 3)]
+SHAPES = [(6, 2, 2), (8, 8, 4), (8, 4, 2), (8, 4, 8), (8, 1, 4), (12, 3, 6), (16, 4, 8), (24, 6, 3), (32, 8, 16)]
 IMPOSSIBLE = [(6, 2, 4), (12, 6, 4), (32, 8, 64), (12, 4, 6), (9, 3, 2)]
 
 
-@grader
-def check_heads(answer, rng):
-    """Query heads and key/value heads of a rank, and a ValueError where they cannot be dealt out evenly."""
-    factor = rng.choice([1, 2, 3])
-    for N, K, tp in rng.sample(SHAPES, len(SHAPES)):
-        N = N * factor  # more query heads for each key/value head
-        for rank in range(tp):
-            got, want = answer(N, K, tp, rank), _heads(N, K, tp, rank)
-            where = f"{N} query heads, {K} key/value heads, rank {rank} of {tp}"
-            _expect_heads(got, want, where, K, lambda N=N, K=K, tp=tp: _in_turns(answer, N, K, tp))
-    for N, K, tp in IMPOSSIBLE:
-        try:
-            got = answer(N, K, tp, 0)
-        except ValueError:
-            continue
-        reason = f"{tp} does not divide {N}" if N % tp else f"of {K} and {tp} neither divides the other"
-        fail(f"{N} query heads, {K} key/value heads, tp {tp}: it returned {got}; {reason}: raise ValueError")
+def _divide(num_heads, num_kv_heads, tp_size):
+    return num_heads % tp_size == 0 and (num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0)
 
 
-def _heads(N: int, K: int, tp: int, rank: int) -> Heads:
-    queries = list(range(rank * N // tp, (rank + 1) * N // tp))
-    return queries, sorted({head * K // N for head in queries})
+def _neighbours(N, tp, rank):
+    return list(range(rank * N // tp, (rank + 1) * N // tp))
 
 
-def _in_turns(answer: Callable, N: int, K: int, tp: int) -> bool:
-    """Whether key/value heads go to the ranks like cards; one rank alone may have its heads for another reason."""
-    return all(list(answer(N, K, tp, rank)[1]) == list(range(rank % K, K, tp)) for rank in range(tp))
+def _that_they_read(queries, N, K, tp, rank):
+    return sorted({head * K // N for head in queries})
 
 
-def _expect_heads(got: object, want: Heads, where: str, K: int, in_turns: Callable[[], bool]) -> None:
-    if not isinstance(got, tuple) or len(got) != 2:
-        fail(f"{where}: it returned {got!r}; return two lists, (query heads, key/value heads)")
-    queries, kv = list(got[0]), list(got[1])
-    if queries != want[0]:
-        fail(f"{where}: query heads {queries}; right is {want[0]}, neighbours together, as an equal cut of the weight")
-    if kv == want[1]:
-        return
-    if kv == list(range(K)):
-        fail(f"{where}: key/value heads {kv}; a rank needs only those that its own query heads read, {want[1]}")
-    if in_turns():
-        fail(f"{where}: key/value heads {kv} are dealt out in turns; its query heads read neighbours")
-    if not kv:
-        fail(f"{where}: no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one")
-    fail(f"{where}: key/value heads {kv}; its query heads read {want[1]}")
+def _heads(queries=_neighbours, kv=_that_they_read, refuses=True):
+    """The reference, and with an argument one of the mistakes."""
+
+    def heads(num_heads, num_kv_heads, tp_size, tp_rank):
+        if refuses and not _divide(num_heads, num_kv_heads, tp_size):
+            raise ValueError("these heads do not divide; change tp_size")
+        mine = queries(num_heads, tp_size, tp_rank)
+        return mine, kv(mine, num_heads, num_kv_heads, tp_size, tp_rank)
+
+    return heads
+
+
+def _heads_by_bounds(num_heads, num_kv_heads, tp_size, tp_rank):
+    if not _divide(num_heads, num_kv_heads, tp_size):
+        raise ValueError("these heads do not divide; change tp_size")
+    start, stop = (rank * num_heads // tp_size for rank in (tp_rank, tp_rank + 1))
+    reads = num_heads // num_kv_heads
+    return range(start, stop), range(start // reads, (stop - 1) // reads + 1)
+
+
+def _every_rank(rng):
+    factor = rng.choice([1, 2, 3])  # more query heads for each key/value head
+    shapes = [(N * factor, K, tp) for N, K, tp in SHAPES]
+    return [(*shape, rank) for shape in shapes for rank in range(shape[2])] + [(*shape, 0) for shape in IMPOSSIBLE]
+
+
+_two_lists = several("return two lists, (query heads, key/value heads)", "query heads", "key/value heads")
+
+
+def _dealt(answer, num_heads, num_kv_heads, tp_size, tp_rank):
+    try:
+        seen = _two_lists(answer, num_heads, num_kv_heads, tp_size, tp_rank)
+    except ValueError:
+        if _divide(num_heads, num_kv_heads, tp_size):
+            raise
+        return {"raises ValueError": True}
+    heads = {what: list(which) if isinstance(which, range | tuple) else which for what, which in seen.items()}
+    return heads | {"raises ValueError": False}
+
+
+def _of_the_last_for_the_rest(queries, N, K, tp, rank):
+    each = max(1, K // tp)
+    first = min(rank * each, K - each)
+    return list(range(first, first + each))
+
+
+check_heads = Exercise(
+    "check_heads",
+    _heads(),
+    _heads_by_bounds,
+    _every_rank,
+    {
+        "neighbours together, as an equal cut of the weight": _heads(
+            queries=lambda N, tp, rank: list(range(rank, N, tp))
+        ),
+        "every key/value head; a rank needs only those that its own query heads read": _heads(
+            kv=lambda queries, N, K, tp, rank: list(range(K))
+        ),
+        "key/value heads are dealt out in turns; its query heads read neighbours": _heads(
+            kv=lambda queries, N, K, tp, rank: list(range(rank % K, K, tp))
+        ),
+        "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": _heads(
+            kv=lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
+        ),
+        "tp does not divide the query heads, or of K and tp neither divides the other: raise ValueError": _heads(
+            refuses=False
+        ),
+    },
+    _dealt,
+    {"key/value heads": "a rank has those that its query heads read"},
+    breaks={"a rank has those that its query heads read": _heads(kv=_of_the_last_for_the_rest)},
+)
 
 
 # ------------------------------------------------------------------------------------ 2. the share of communication
-@grader
-def check_share(answer, rng):
-    """Seconds of communication over seconds of computation of tensor parallelism, from data-sheet numbers."""
-    for _ in range(20):
-        layers, width, tp = rng.randrange(10, 100), 128 * rng.randrange(8, 130), rng.choice([3, 4, 6, 8])
-        case = (layers, width, 12 * layers * width**2, tp, rng.uniform(100e9, 900e9), rng.uniform(100e12, 900e12))
-        _expect_share(answer(*case), case)
+def _seconds(trips=lambda tp: 2 * (tp - 1) / tp, way=0.5, flops=6, gpus=lambda tp: tp):
+    """The reference, and with an argument one of the mistakes. way: the share of the data sheet's number."""
+
+    def share(num_layers, d_model, num_parameters, tp, sold_bytes_per_s, flops_per_s):
+        sent_bytes = 4 * num_layers * trips(tp) * 2 * d_model
+        return sent_bytes / (sold_bytes_per_s * way) / (flops * num_parameters / gpus(tp) / flops_per_s)
+
+    return share
 
 
-def _expect_share(got: object, case: tuple) -> None:
-    layers, width, parameters, tp, both_directions, flops = case
-    bytes_sent = 4 * layers * 2 * (tp - 1) / tp * 2 * width
-    want = bytes_sent / (both_directions / 2) / (6 * parameters / tp / flops)
-    believed = {
+def _in_one_line(num_layers, d_model, num_parameters, tp, sold_bytes_per_s, flops_per_s):
+    return 32 * num_layers * d_model * (tp - 1) * flops_per_s / (6 * num_parameters * sold_bytes_per_s)
+
+
+def _models(rng):
+    sizes = [(rng.randrange(10, 100), 128 * rng.randrange(8, 130), rng.choice([3, 4, 6, 8])) for _ in range(5)]
+    return [(n, d, 12 * n * d**2, tp, rng.uniform(1e11, 9e11), rng.uniform(1e14, 9e14)) for n, d, tp in sizes]
+
+
+check_share = Exercise(
+    "check_share",
+    _seconds(),
+    _in_one_line,
+    _models,
+    {
         "it is half of what is right. Either the data sheet's number was used as it is (it adds both directions, and "
-        "one of them bounds a ring), or only forward's two all-reduces a layer were counted": want / 2,
-        "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": want / 2 * tp / (tp - 1),
-        "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": want * tp / (tp - 1),
-        "each GPU computes only 1 / tp of the FLOPs": want / tp,
-        "a bf16 number has 2 bytes": want * 2,
-        "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": want * 3,
-    }
-    where = (
-        f"{layers} layers, width {width}, tp {tp}, {both_directions / 1e9:.0f} GB/s as sold, {flops / 1e12:.0f} TFLOP/s"
-    )
-    expect_number(got, want, where, believed, form=".4f")
+        "one of them bounds a ring), or only forward's two all-reduces a layer were counted": _seconds(way=1),
+        "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 1),
+        "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 2),
+        "each GPU computes only 1 / tp of the FLOPs": _seconds(gpus=lambda tp: 1),
+        "a bf16 number has 2 bytes": _seconds(way=0.25),
+        "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": _seconds(flops=2),
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 3. a row layer
-@grader
-def check_row(answer, rng):
-    """A row layer from the whole weight and bias: my columns of the stored weight, one sum, the bias once."""
-    for world_size in (2, rng.choice([3, 4])):
-        F_ = D = world_size * rng.randrange(3, 7)  # square: a cut along the wrong dimension has the right shape
-        generator = fresh_generator(rng)
-        x_BSF = numbers(generator, 2, 5, F_)
-        w_DF, b_D = (numbers(generator, *size) for size in ((D, F_), (D,)))
-        pieces = [my_piece(x_BSF, rank, world_size, -1).contiguous() for rank in range(world_size)]
-        [everybody] = run_calls(functools.partial(_row, answer), [Call(pieces, (w_DF, b_D))], SAME_CALLS)
-        for rank, seen in enumerate(everybody):
-            _expect_row(seen, rank, pieces, w_DF, b_D, x_BSF)
+def _row(x_BSf, w_DF, b_D, group, dim=1, op="sum", bias=lambda b_D, group: b_D):
+    """The reference, and with an argument one of the mistakes. bias: what is added after the sum."""
+    w_Df = my_piece(w_DF, group.rank(), group.size(), dim)
+    y_BSD = F.linear(x_BSf, w_Df if dim == 1 else w_Df.t())
+    return (y_BSD if op is None else all_reduce(y_BSD, group, op=op)) + bias(b_D, group)
 
 
-def _row(answer: Callable, x_BSf: Tensor, w_DF: Tensor, b_D: Tensor, group) -> object:
-    return answer(x_BSf, w_DF.clone(), b_D.clone(), group)
+def _bias_in_shares(x_BSf, w_DF, b_D, group):
+    return all_reduce(x_BSf @ w_DF.chunk(group.size(), 1)[group.rank()].t() + b_D / group.size(), group)
 
 
-def _expect_row(seen: Seen, rank: int, pieces: list[Tensor], w_DF: Tensor, b_D: Tensor, x_BSF: Tensor) -> None:
-    tp = len(pieces)
-    where = f"rank {rank} of {tp}"
-    right = F.linear(x_BSF, w_DF, b_D)
-    partial_sums = [F.linear(pieces[r], my_piece(w_DF, r, tp, 1)) for r in range(tp)]
-    wrong = {
-        f"the bias is in it {tp} times; add it once, after the sum": right + (tp - 1) * b_D,
-        "the bias is missing": right - b_D,
-        "this is the rank's own partial sum; the ranks' products must be summed": partial_sums[rank] + b_D,
-        "this is the rank's own partial sum; the ranks' products must be summed ": partial_sums[rank],
-        "the partial sums were averaged": (right - b_D) / tp + b_D,
-        "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": sum(
-            F.linear(pieces[r], my_piece(w_DF, r, tp, 0).t()) for r in range(tp)
-        )
-        + b_D,
-    }
-    expect_close(seen.result, right, where, wrong)
-    expect_input_kept(seen, where)
-    enough = ring_all_reduce_bytes(right.nbytes, tp, rank, itemsize=8)
-    if seen.sent_bytes > enough + 64:
-        fail(f"{where}: it sent {seen.sent_bytes:,} bytes; one all-reduce of the result sends {enough:,}")
+def _whole_inputs(x_BSf, w_DF, b_D, group):
+    for _ in range(3):
+        x_BSF = join(x_BSf, group, dim=-1)
+    return F.linear(x_BSF, w_DF, b_D)
+
+
+def _layers(rng):
+    cases = []
+    for size in (2, rng.choice([3, 4])):
+        F_ = D = size * rng.randrange(3, 7)  # square: a cut along the wrong dimension has the right shape
+        x_BSF, w_DF, b_D = (numbers(fresh_generator(rng), *shape) for shape in ((2, 5, F_), (D, F_), (D,)))
+        cases.append((size, Each(my_piece(x_BSF, rank, size, -1).contiguous() for rank in range(size)), w_DF, b_D))
+    return cases
+
+
+def _layer(answer, x_BSf, w_DF, b_D):
+    return on_ranks(lambda x_BSf, group: answer(x_BSf, w_DF, b_D, group), x_BSf, slack=64)
+
+
+_PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
+check_row = Exercise(
+    "check_row",
+    _row,
+    _bias_in_shares,
+    _layers,
+    {
+        "the bias is in it once for every rank; add it once, after the sum": partial(
+            _row, bias=lambda b_D, group: b_D * group.size()
+        ),
+        "the bias is missing": partial(_row, bias=lambda b_D, group: 0),
+        _PARTIAL: [partial(_row, op=None), partial(_row, op=None, bias=lambda b_D, group: 0)],
+        "the partial sums were averaged": partial(_row, op="mean"),
+        "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": partial(
+            _row, dim=0
+        ),
+    },
+    _layer,
+    {
+        "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
+        "bytes sent": "one all-reduce of the result sends no more",
+    },
+    True,
+    "Does every rank of the group make the same calls in the same order?",
+    breaks={
+        "one all-reduce of the result sends": _whole_inputs,
+        "arguments changed": lambda x_BSf, w_DF, b_D, group: (
+            _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()
+        ),
+    },
+)

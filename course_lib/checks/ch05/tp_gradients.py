@@ -1,238 +1,249 @@
 """Graders of chapter 05, exercises 4 to 6: gathered features, backward of a column layer, a loss from pieces."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, numbers, run_ranks
-from course_lib.comm.conjugate import my_piece
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.functions import crossed, function
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import agree, on_ranks, several
+from course_lib.comm import all_gather, all_reduce
+from course_lib.comm.conjugate import copy_in, my_piece
 from course_lib.layout.partition import piece_sizes
-from course_lib.measure.meter import ByteMeter
-from course_lib.traffic import ring_all_reduce_bytes
 
 
 # ------------------------------------------------------------------------------------ 4. gathered features
-@dataclass(frozen=True)
-class Crossed:
-    """What one rank saw: x and the result, the gradient that went in and the one that came out (None: it was lost)."""
-
-    x: Tensor
-    y: Tensor
-    grad_y: Tensor
-    grad_x: Tensor | None
-    kept: bool
-    sent_forward: int
-    backward_calls: dict[str, int]
+def _side_by_side(x_Tf, group):
+    return all_gather(x_Tf.t().contiguous(), group).t().contiguous()
 
 
-@grader
-def check_gather_features(answer, rng):
-    """Features of all ranks side by side forward, my part of the gradient backward."""
-    for world_size in (2, rng.choice([3, 4])):
-        everybody = run_ranks(_cross, world_size, answer, fresh_seed(rng))
-        gathered = torch.cat([seen.x for seen in everybody], dim=-1)
-        for rank, seen in enumerate(everybody):
-            where = f"rank {rank} of {world_size}"
-            wrong = {
-                "the parts stand in another order; rank 0's come first": torch.cat(
-                    [other.x for other in everybody[::-1]], dim=-1
-                ),
-                "this is the rank's own part; forward is an all-gather": seen.x,
-                "the parts are below each other; features belong side by side, in the last dimension": torch.cat(
-                    [other.x for other in everybody]
-                ),
-            }
-            expect_close(seen.y, gathered, f"{where}, forward", wrong)
-            _expect_gradient(seen, rank, world_size, where)
-            enough = _gather_bytes(seen.y, world_size)
-            if seen.sent_forward > enough:
-                fail(f"{where}: forward sent {seen.sent_forward:,} bytes; one all-gather sends {enough:,}")
-            expect_equal(seen.backward_calls, {}, f"{where}: collectives called backward")
+def _mine(grad_TF, group, after=0):
+    return my_piece(grad_TF, (group.rank() + after) % group.size(), group.size(), -1).contiguous()
 
 
-def _gather_bytes(y: Tensor, world_size: int) -> int:
-    return y.nbytes // world_size * (world_size - 1)
+def _by_an_all_reduce(x_Tf, group):
+    full_TF = x_Tf.new_zeros(len(x_Tf), x_Tf.shape[1] * group.size())
+    my_piece(full_TF, group.rank(), group.size(), -1).copy_(x_Tf)
+    return all_reduce(full_TF, group)
 
 
-def _cross(answer: Callable, seed: int) -> Crossed:
-    """All ranks go on with the same numbers, so the gradient that arrives is the same on each."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    x_Tf = numbers(seed + rank, 4, 3).requires_grad_()
-    grad_y = numbers(seed + 50, 3 * tp, 4).t()  # strided, as gradients may be
-    before = x_Tf.detach().clone(), grad_y.clone()
-    with ByteMeter() as forward:
-        y_TF = answer(x_Tf, dist.group.WORLD)
-    if not isinstance(y_TF, Tensor):
-        raise TypeError(f"your function must return a tensor, not {type(y_TF).__name__}")
-    y, grad_x = y_TF.detach().clone(), None
-    kept = torch.equal(x_Tf.detach(), before[0])
-    grad_y = grad_y if y.shape == grad_y.shape else torch.ones_like(y)
-    before = before[0], grad_y.clone()
-    with ByteMeter() as backward:
-        if y_TF.requires_grad:
-            (grad_x,) = torch.autograd.grad(y_TF, x_Tf, grad_y, allow_unused=True)
-    kept = kept and torch.equal(grad_y, before[1])
-    grad_x = None if grad_x is None else grad_x.clone()
-    return Crossed(before[0], y, before[1], grad_x, kept, forward.sent_bytes, backward.calls)
+def _gathered(forward=_side_by_side, backward=_mine):
+    return lambda x_Tf, group: function(forward, backward).apply(x_Tf, group)
 
 
-def _expect_gradient(seen: Crossed, rank: int, world_size: int, where: str) -> None:
-    if not seen.kept:
-        fail(f"{where}: your function changed x, or backward the gradient that it was given; work on a copy")
-    if seen.grad_x is None:
-        fail(f"{where}: no gradient reaches x; autograd needs a Function with a backward, applied by `.apply`")
-    want = my_piece(seen.grad_y, rank, world_size, -1)
-    wrong = {
-        f"{world_size} times too large: each rank has the full gradient already, and it was summed again": (
-            world_size * want
+def _with_lists(x_Tf, group):
+    return torch.cat(all_gather(x_Tf, group).chunk(group.size()), dim=1)
+
+
+def _gather(answer, seed):
+    """All ranks go on with the same numbers, so the gradient that arrives is the same on each; it is strided."""
+    x_Tf, grad_TF = numbers(seed + dist.get_rank(), 4, 3), numbers(seed + 50, 3 * dist.get_world_size(), 4).t()
+    before = x_Tf.clone(), grad_TF.clone()
+    seen = crossed(lambda x_Tf: answer(x_Tf, dist.group.WORLD), x_Tf, grad_TF)
+    return {"x or the gradient of y changed": not agree((x_Tf, grad_TF), before)} | seen
+
+
+def _ranks_and_seeds(rng):
+    return [(size, fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
+
+
+check_gather_features = Exercise(
+    "check_gather_features",
+    _gathered(),
+    _gathered(_with_lists),
+    _ranks_and_seeds,
+    {
+        "the parts stand in another order; rank 0's come first": _gathered(
+            lambda x_Tf, group: torch.cat(_side_by_side(x_Tf, group).chunk(group.size(), -1)[::-1], -1)
         ),
-        "it was divided by the number of ranks; each rank has the full gradient already": want / world_size,
-        "it is the gradient of another rank's features": my_piece(seen.grad_y, (rank + 1) % world_size, world_size, -1),
-    }
-    expect_close(seen.grad_x, want, f"{where}, gradient", wrong)
+        "this is the rank's own part; forward is an all-gather": _gathered(lambda x_Tf, group: x_Tf.clone()),
+        "the parts are below each other; features belong side by side, in the last dimension": _gathered(all_gather),
+        "no gradient reaches x; autograd needs a Function with a backward, applied by `.apply`": _side_by_side,
+        "each rank has the full gradient already, and it was summed again": _gathered(
+            backward=lambda grad_TF, group: _mine(all_reduce(grad_TF, group), group)
+        ),
+        "it was divided by the number of ranks; each rank has the full gradient already": _gathered(
+            backward=lambda grad_TF, group: _mine(grad_TF, group) / group.size()
+        ),
+        "it is the gradient of another rank's features": _gathered(
+            backward=lambda grad_TF, group: _mine(grad_TF, group, after=1)
+        ),
+    },
+    _gather,
+    {
+        "x or the gradient of y changed": "work on a copy",
+        "bytes sent forward": "one all-gather sends no more",
+        "bytes sent backward": "each rank has the full gradient already, so backward sends nothing",
+    },
+    True,
+    breaks={"one all-gather sends": _gathered(_by_an_all_reduce)},
+)
 
 
 # ------------------------------------------------------------------------------------ 5. backward of a column layer
-@grader
-def check_column_backward(answer, rng):
-    """Gradients of x, of my weight and of my bias; only the first is a sum over ranks."""
-    for world_size in (2, rng.choice([3, 4])):
-        D, f, seed = rng.randrange(4, 9), rng.randrange(2, 7), fresh_seed(rng)
-        for rank, (got, own, sent, calls) in enumerate(run_ranks(_column, world_size, answer, D, f, seed)):
-            where = f"rank {rank} of {world_size}"
-            if not isinstance(got, tuple) or len(got) != 3:
-                fail(f"{where}: return three tensors: the gradients of x, of the weight and of the bias")
-            _expect_column(got, own, sent, calls, where, world_size, rank)
+def _column(
+    grad_BSf, x_BSD, w_fD, group, of_x=all_reduce, of_w=lambda grad, group: grad, of_b=lambda grad, group: grad
+):
+    """The reference, and with an argument what else is done with one of the gradients."""
+    rows = grad_BSf.flatten(0, 1)
+    grad_w = (rows.t() @ x_BSD.flatten(0, 1)).contiguous()
+    return of_x((grad_BSf @ w_fD).contiguous(), group), of_w(grad_w, group), of_b(rows.sum(0), group)
 
 
-def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
-    """What the answer gave; x's gradient of this rank and of all, the weight's and the bias's, each also summed."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    x_BSD, w_fD = numbers(seed, 2, 3, D), numbers(seed + 1 + rank, f, D)
-    grad_BSf = numbers(seed + 20 + rank, 2, 3, f)
-    with ByteMeter() as meter:
-        got = answer(grad_BSf.clone(), x_BSD.clone(), w_fD.clone(), dist.group.WORLD)
-    whole = []
-    for r in range(tp):
-        grad, w = numbers(seed + 20 + r, 2, 3, f), numbers(seed + 1 + r, f, D)
-        flat = grad.flatten(0, 1)
-        whole.append((grad @ w, flat.t() @ x_BSD.flatten(0, 1), flat.sum(0)))
-    mine = whole[rank]
-    sums = [torch.stack([of[index] for of in whole]).sum(0) for index in range(3)]
-    return got, (mine, sums), meter.sent_bytes, meter.calls
+def _by_autograd(grad_BSf, x_BSD, w_fD, group):
+    x, w = x_BSD.clone().requires_grad_(), w_fD.clone().requires_grad_()
+    b = torch.zeros(len(w_fD), dtype=w_fD.dtype, requires_grad=True)
+    F.linear(copy_in(x, group), w, b).backward(grad_BSf)
+    return x.grad, w.grad, b.grad
 
 
-def _expect_column(got: tuple, own: tuple, sent: int, calls: dict, where: str, tp: int, rank: int) -> None:
-    (x, w, b), (sum_x, sum_w, sum_b) = own
-    wrong = {
-        "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": x,
-        "the partial sums were averaged": sum_x / tp,
-    }
-    expect_close(got[0], sum_x, f"{where}: the gradient of x", wrong)
-    message = "summed over the ranks; each rank has another part of the weight, and the whole gradient of its part"
-    expect_close(got[1], w, f"{where}: the gradient of the weight", {message: sum_w, "averaged over ranks": sum_w / tp})
-    expect_close(got[2], b, f"{where}: the gradient of the bias", {message.replace("weight", "bias"): sum_b})
-    enough = ring_all_reduce_bytes(sum_x.nbytes, tp, rank, itemsize=8)
-    if sent > enough:
-        fail(f"{where}: it sent {sent:,} bytes in {calls}; one all-reduce of x's gradient sends {enough:,}")
+def _mean(grad, group):
+    return all_reduce(grad, group, op="mean")
+
+
+def _bias_of_each_position(grad_BSf, x_BSD, w_fD, group):
+    return *_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0)
+
+
+def _layers(rng):
+    return [(size, rng.randrange(4, 9), rng.randrange(2, 7), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
+
+
+_three_gradients = several(
+    "return three tensors: the gradients of x, of the weight and of the bias",
+    *("the gradient of x", "the gradient of the weight", "the gradient of the bias"),
+)
+
+
+def _backward(answer, D, f, seed):
+    rank = dist.get_rank()
+    given = numbers(seed + 20 + rank, 2, 3, f), numbers(seed, 2, 3, D), numbers(seed + 1 + rank, f, D)
+    seen = on_ranks(answer, *given)
+    return _three_gradients(lambda: seen["the result"]) | {"bytes sent": seen["bytes sent"]}
+
+
+_ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
+check_column_backward = Exercise(
+    "check_column_backward",
+    _column,
+    _by_autograd,
+    _layers,
+    {
+        "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be "
+        "summed": partial(_column, of_x=lambda grad, group: grad),
+        "the partial sums were averaged": partial(_column, of_x=_mean),
+        _ANOTHER.format("weight"): partial(_column, of_w=all_reduce),
+        "averaged over ranks": partial(_column, of_w=_mean),
+        _ANOTHER.format("bias"): partial(_column, of_b=all_reduce),
+        "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
+    },
+    _backward,
+    {
+        "bytes sent": "one all-reduce of x's gradient sends no more",
+    },
+    True,
+    breaks={
+        "one all-reduce of x's gradient sends": partial(
+            _column, of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad
+        )
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces
-@grader
-def check_vocab_loss(answer, rng):
-    """Loss of each token and the gradient of its logits, from pieces, never gathered, safe for large logits."""
-    for world_size, scale in ((2, 1.0), (rng.choice([3, 4]), 1.0), (2, 800.0)):
-        V, seed = rng.randrange(40, 70), fresh_seed(rng)
-        for rank, (got, want, believed, sent) in enumerate(run_ranks(_loss, world_size, answer, V, seed, scale)):
-            where = f"rank {rank} of {world_size}, logits of scale {scale:g}"
-            if not isinstance(got, tuple) or len(got) != 2:
-                fail(f"{where}: return two tensors: the loss of each token, and the gradient of my logits")
-            _expect_loss(got, want, believed, sent, where, world_size, rank)
+def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", softmax="all"):
+    """The reference, and with an argument one of the mistakes."""
+
+    def loss(logits_BSv, y_BS, first, group):
+        v = logits_BSv.shape[-1]
+        is_mine_BS = (y_BS >= first) & (y_BS < first + v)
+        place_BS = (y_BS - first).clamp(0, v - 1) if masked in ("clamp", "clamped") else (y_BS - first) * is_mine_BS
+        own_BS = logits_BSv.amax(-1)
+        max_BS = {"all": all_reduce(own_BS.clone(), group, op="max"), "own": own_BS, "none": 0 * own_BS}[largest]
+        exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp()
+        sum_BS = all_reduce(exp_BSv.sum(-1), group) if sums == "all" else exp_BSv.sum(-1)
+        target_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1) - (max_BS if less_m else 0)
+        target_BS = all_reduce(target_BS * is_mine_BS if masked in (True, "clamped") else target_BS, group)
+        grad_BSv = exp_BSv / sum_BS.unsqueeze(-1) if softmax == "all" else logits_BSv.softmax(-1)
+        ones_BS = {"mine": is_mine_BS, "all": torch.ones_like(is_mine_BS), "none": torch.zeros_like(is_mine_BS)}[one]
+        grad_BSv = grad_BSv - F.one_hot(place_BS, v) * ones_BS.unsqueeze(-1)
+        return sum_BS.log() + (0 if less_m else max_BS) - target_BS, grad_BSv
+
+    return loss
 
 
-def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    logits_BSV = (scale * numbers(seed, 2, 4, V)).requires_grad_()
-    y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
-    first = sum(piece_sizes(V, tp)[:rank])
-    logits_BSv = my_piece(logits_BSV.detach(), rank, tp, 2).contiguous()
-    with ByteMeter() as meter:
-        got = answer(logits_BSv.clone(), y_BS.clone(), first, dist.group.WORLD)
-    want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
-    want_BS.sum().backward()
-    pieces = [my_piece(logits_BSV.detach(), r, tp, 2) for r in range(tp)]
-    place_BS = (y_BS - first).clamp(0, logits_BSv.shape[-1] - 1)
-    targets_BS = logits_BSV.detach().gather(2, y_BS.unsqueeze(-1)).squeeze(-1)
-    softmax_BSv = my_piece(logits_BSV.detach().softmax(-1), rank, tp, 2)
-    my_soft_BSv = logits_BSv.softmax(-1)
+def _two_sums_in_one_message(logits_BSv, y_BS, first, group):
     is_mine_BS = (y_BS >= first) & (y_BS < first + logits_BSv.shape[-1])
-    onehot_BSv = F.one_hot(place_BS, logits_BSv.shape[-1])
-    maxima = [piece.amax(-1) for piece in pieces]
-    starts = [sum(piece_sizes(V, tp)[:r]) for r in range(tp)]
-    own_sums_BS = sum(
-        (piece - most.unsqueeze(-1)).exp().sum(-1) for piece, most in zip(pieces, maxima, strict=True)
-    ).log()
-    owners_max_BS = sum(
-        most * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))
-        for piece, start, most in zip(pieces, starts, maxima, strict=True)
-    )
-    first_ones_BS = sum(  # with `where(is_mine, y - first, 0)` and no mask after it
-        piece.gather(2, ((y_BS - start) * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))).unsqueeze(-1))[..., 0]
-        for piece, start in zip(pieces, starts, strict=True)
-    )
-    clamped_BS = sum(
-        piece.gather(2, (y_BS - start).clamp(0, piece.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-        for piece, start in zip(pieces, starts, strict=True)
-    )
-    spare_BS = (tp - 1) * logits_BSV.detach().amax(-1)  # where z_t - m is summed, each other rank adds an -m as well
-    believed = {
-        "own max": own_sums_BS + maxima[rank] - targets_BS,
-        "own max, and the owner's": own_sums_BS + owners_max_BS - targets_BS,
-        "first of mine": want_BS.detach() + targets_BS - first_ones_BS,
-        "first of mine - m": want_BS.detach() + targets_BS - first_ones_BS + spare_BS,
-        "clamped - m": want_BS.detach() + targets_BS - clamped_BS + spare_BS,
-        "own sum": logits_BSv.logsumexp(-1) - targets_BS,
-        "clamped": want_BS.detach() + targets_BS - clamped_BS,
-        "no target": softmax_BSv,
-        "my softmax": my_soft_BSv - onehot_BSv * is_mine_BS.unsqueeze(-1),
-        "everybody's target": softmax_BSv - onehot_BSv,
-    }
-    return got, (want_BS.detach(), my_piece(logits_BSV.grad, rank, tp, 2)), believed, meter.sent_bytes
+    place_BS1 = (y_BS - first).clamp(0, logits_BSv.shape[-1] - 1).unsqueeze(-1)
+    max_BS = all_reduce(logits_BSv.amax(-1), group, op="max")
+    exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp()
+    target_BS = logits_BSv.gather(-1, place_BS1).squeeze(-1) * is_mine_BS
+    sum_BS, target_BS = all_reduce(torch.stack([exp_BSv.sum(-1), target_BS]), group)
+    grad_BSv = (exp_BSv / sum_BS.unsqueeze(-1)).scatter_add(-1, place_BS1, -is_mine_BS.unsqueeze(-1).double())
+    return sum_BS.log() + max_BS - target_BS, grad_BSv
 
 
-def _expect_loss(got: tuple, want: tuple, believed: dict, sent: int, where: str, tp: int, rank: int) -> None:
-    loss_BS, grad_BSv = got
-    if isinstance(loss_BS, Tensor) and not loss_BS.isfinite().all():
-        fail(f"{where}: the loss is not finite; take the largest logit, of all ranks, out before exp")
-    another_scale = "exponentials of different scales cannot be added"
-    of_loss = {
-        f"each rank took its own largest logit out; {another_scale}": believed["own max"],
-        f"each rank took its own largest logit out, of the target as well; {another_scale}": (
-            believed["own max, and the owner's"]
-        ),
-        "a target that is another rank's was answered with a logit of one's own; answer it with 0": believed["clamped"],
-        "a target that is another rank's was answered with a logit of one's own, less m; answer it with 0": (
-            believed["clamped - m"]
-        ),
-        "for a target that is another rank's the logit at place 0 was counted; multiply by is-it-mine": (
-            believed["first of mine"]
-        ),
-        "for a target that is another rank's the logit at place 0, less m, was counted; multiply by is-it-mine": (
-            believed["first of mine - m"]
-        ),
-        "the sum of exponentials is the rank's own; it must run over all ranks' logits": believed["own sum"],
-    }
-    expect_close(loss_BS, want[0], f"{where}: the loss", of_loss)
-    of_gradient = {
-        "this is the softmax; at the target 1 is subtracted": believed["no target"],
-        "the softmax of the rank's own logits; divide by the sum over all ranks": believed["my softmax"],
-        "1 was subtracted on every rank; only the rank that has the target does so": believed["everybody's target"],
-    }
-    expect_close(grad_BSv, want[1], f"{where}: the gradient", of_gradient)
-    enough = 3 * ring_all_reduce_bytes(want[0].nbytes, tp, rank, itemsize=8)
-    if sent > enough + 2 * tp * 8:  # two sums in one message are cut into other pieces: a rank may send a little more
-        fail(f"{where}: it sent {sent:,} bytes, and {enough:,} are enough: three numbers per token, never the logits")
+def _gathers_the_logits(logits_BSv, y_BS, first, group):
+    all_reduce(torch.zeros(*y_BS.shape, 80, dtype=torch.float64), group)  # as long as all logits
+    return _pieces()(logits_BSv, y_BS, first, group)
+
+
+def _vocabularies(rng):
+    sizes = (2, 1.0), (rng.choice([3, 4]), 1.0), (2, 800.0)
+    return [(size, rng.randrange(40, 70), scale, fresh_seed(rng)) for size, scale in sizes]
+
+
+_two_tensors = several(
+    "return two tensors: the loss of each token, and the gradient of my logits", "the loss", "the gradient"
+)
+
+
+def _loss(answer, V, scale, seed):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
+    logits_BSv = my_piece(scale * numbers(seed, 2, 4, V), rank, size, 2).contiguous()
+    first = sum(piece_sizes(V, size)[:rank])
+    seen = on_ranks(answer, logits_BSv, y_BS, first, slack=2 * size * 8)  # two sums in one message are cut otherwise
+    of_tokens = _two_tensors(lambda: seen["the result"])
+    if isinstance(loss := of_tokens.get("the loss"), Tensor):
+        of_tokens = {"the loss is finite": bool(loss.isfinite().all())} | of_tokens
+    return of_tokens | {"bytes sent": seen["bytes sent"]}
+
+
+_SCALES = "each rank took its own largest logit out{}; exponentials of different scales cannot be added"
+_OTHERS = "a target that is another rank's was answered with a logit of one's own{}; answer it with 0"
+_PLACE_0 = "for a target that is another rank's the logit at place 0{} was counted; multiply by is-it-mine"
+check_vocab_loss = Exercise(
+    "check_vocab_loss",
+    _pieces(),
+    _two_sums_in_one_message,
+    _vocabularies,
+    {
+        "the loss is not finite; take the largest logit, of all ranks, out before exp": _pieces(largest="none"),
+        _SCALES.format(""): _pieces(largest="own"),
+        _SCALES.format(", of the target as well"): _pieces(largest="own", less_m=True),
+        _OTHERS.format(""): _pieces(masked="clamp"),
+        _OTHERS.format(", less m"): _pieces(masked="clamp", less_m=True),
+        _PLACE_0.format(""): _pieces(masked=False),
+        _PLACE_0.format(", less m,"): _pieces(masked=False, less_m=True),
+        "the sum of exponentials is the rank's own; it must run over all ranks' logits": _pieces(sums="own"),
+        "this is the softmax; at the target 1 is subtracted": _pieces(one="none"),
+        "the softmax of the rank's own logits; divide by the sum over all ranks": _pieces(softmax="own"),
+        "1 was subtracted on every rank; only the rank that has the target does so": [
+            _pieces(one="all"),
+            _pieces(one="all", masked="clamped"),
+        ],
+    },
+    _loss,
+    {
+        "the loss is finite": "take the largest logit, of all ranks, out before exp",
+        "bytes sent": "three numbers per token, never the logits",
+    },
+    True,
+    "Does every rank of the group make the same calls in the same order?",
+    breaks={"three numbers per token, never the logits": _gathers_the_logits},
+)

@@ -1,143 +1,211 @@
 """Graders of chapter 06, exercises 1, 2 and 6: shapes of regions, bytes kept, the cheapest way that fits."""
 
-from collections.abc import Callable
-
-from course_lib.checks.core import expect_equal, expect_number, fail, grader
+from course_lib.checks.table import Exercise
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 
-REGIONS = ("residual", "column input", "queries", "features", "row output")
-
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions
-@grader
-def check_shape(answer, rng):
-    """The shape of each region on each rank, under TP and under TP + SP, for tokens that divide and that do not."""
-    for divides in (True, False):
+def _shape(region, sp, config, B, S, t, rank):
+    tokens = piece_sizes(S, t)[rank] if sp and region == "residual" else S
+    widths = {"queries": config.num_heads // t * config.head_dim, "features": config.d_ff // t}
+    return B, tokens, widths.get(region, config.d_model)
+
+
+def _off(*regions, sp=(False, True), tokens=lambda S, mine, t: mine, width=lambda width, t: width):
+    """An answer that is wrong in these regions, with and without sequence parallelism or in one of both."""
+
+    def shape(region, given_sp, config, B, S, t, rank):
+        right = _shape(region, given_sp, config, B, S, t, rank)
+        if region not in regions or given_sp not in sp:
+            return right
+        return B, tokens(S, piece_sizes(S, t)[rank], t), width(right[2], t)
+
+    return shape
+
+
+def _shape_in_a_list(region, sp, config, B, S, t, rank):
+    each = -(-S // t)
+    mine = min(S, (rank + 1) * each) - min(S, rank * each)
+    width = {"queries": config.num_heads // t * config.head_dim, "features": config.d_ff // t}
+    return [B, mine if sp and region == "residual" else S, width.get(region, config.d_model)]
+
+
+def _regions(rng):
+    """For tokens that divide and that do not."""
+    cases = []
+    for rest in (0, 1):
         t, head_dim = rng.choice([2, 4]), rng.choice([8, 16])
         heads, d_ff = t * rng.randrange(2, 5), t * rng.randrange(5, 30)
         config = ModelConfig("drawn", 1, 8 * rng.randrange(17, 40), heads, heads, d_ff, 64, 512, head_dim=head_dim)
-        B, S = rng.randrange(2, 5), t * rng.randrange(5, 30) + (0 if divides else 1)
-        for sp in (False, True):
-            for region in REGIONS:
-                for rank in (0, t - 1):
-                    _expect_region(answer, region, sp, config, B, S, t, rank)
+        sizes = config, rng.randrange(2, 5), t * rng.randrange(5, 30) + rest, t
+        regions = ("residual", "column input", "queries", "features", "row output")
+        cases += [(region, sp, *sizes, r) for sp in (False, True) for region in regions for r in (0, t - 1)]
+    return cases
 
 
-def _expect_region(answer: Callable, region: str, sp: bool, config: ModelConfig, B: int, S: int, t: int, rank: int):
-    D, mine = config.d_model, piece_sizes(S, t)[rank]
-    whole, shard = (B, S, D), (B, mine, D)
-    want = {
-        "residual": shard if sp else whole,
-        "column input": whole,
-        "queries": (B, S, config.num_heads // t * config.head_dim),
-        "features": (B, S, config.d_ff // t),
-        "row output": whole,
-    }[region]
-    where = f"{region!r} with sp={sp}, {S} tokens, {D} features, rank {rank} of {t}"
-    got = answer(region, sp, config, B, S, t, rank)
-    if not isinstance(got, (tuple, list)):
-        fail(f"{where}: a tuple of three sizes is asked for, got {got!r}")
-    cut_both = (*want[:1], mine, want[2]) if region in ("queries", "features") else (B, mine, D // t)
-    of_residual = (
-        {"with sp the residual stream is in shards along the sequence": whole}
-        if sp
-        else {"tensor parallelism alone leaves the residual stream whole on every rank": shard}
-    )
-    believed = {
-        "residual": of_residual | {"tokens that do not divide: the first ranks have ceil(S / t) each": (B, S // t, D)},
-        "column input": {"a column's input is gathered first: it needs all tokens": shard},
-        "row output": {"it is still a part of a sum over all tokens, and is cut when it leaves": shard},
-    }.get(region, {}) | {
-        "a tensor is cut along the sequence or along features, never both": cut_both,
-        "the residual stream is cut along the sequence, not along features": (B, S, D // t),
-    }
-    expect_equal(tuple(got), want, where, believed)
+def _of_region(answer, region, sp, *sizes):
+    return {f"{region} with sp={sp}": answer(region, sp, *sizes)}
+
+
+check_shape = Exercise(
+    "check_shape",
+    _shape,
+    _shape_in_a_list,
+    _regions,
+    {
+        "tensor parallelism alone leaves the residual stream whole on every rank": _off("residual", sp=(False,)),
+        "with sp the residual stream is in shards along the sequence": _off("residual", tokens=lambda S, mine, t: S),
+        "tokens that do not divide: the first ranks have ceil(S / t) each": _off(
+            "residual", sp=(True,), tokens=lambda S, mine, t: S // t
+        ),
+        "a column's input is gathered first: it needs all tokens": _off("column input"),
+        "it is still a part of a sum over all tokens, and is cut when it leaves": _off("row output"),
+        "a tensor is cut along the sequence or along features, never both": [
+            _off("queries", "features"),
+            _off("residual", "column input", "row output", width=lambda width, t: width // t),
+        ],
+        "the residual stream is cut along the sequence, not along features": _off(
+            "residual", "column input", "row output", tokens=lambda S, mine, t: S, width=lambda width, t: width // t
+        ),
+    },
+    _of_region,
+)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes kept
-@grader
-def check_kept(answer, rng):
+def _kept(mode, recompute, t, scores):
     """Korthikanti's table 2, with kept inputs of columns and with the shards of full recomputation."""
-    for mode in ("tp", "tp+sp", "regather"):
-        for recompute in ("none", "selective", "full"):
-            t, scores = rng.choice([2, 4, 8, 16]), rng.randrange(20, 200)
-            _expect_kept(answer, mode, recompute, t, scores)
-
-
-def _kept(mode: str, recompute: str, t: int, scores: float) -> float:
     if recompute == "full":
-        return 2 if mode == "tp" else 2 / t
+        return 2.0 if mode == "tp" else 2 / t
     outside = {"tp": 10, "tp+sp": 4 + 6 / t, "regather": 10 / t}[mode]
     return outside + 24 / t + (scores / t if recompute == "none" else 0)
 
 
-def _expect_kept(answer: Callable, mode: str, recompute: str, t: int, scores: int) -> None:
-    want, got = _kept(mode, recompute, t, scores), answer(mode, recompute, t, scores)
-    where = f"{mode!r}, recompute {recompute!r}, t = {t}, scores = {scores}"
-    sp, kept = mode != "tp", recompute == "none"
-    believed = {
-        "tensor parallelism divides only 24 of the 34": (34 + (scores if kept else 0)) / t if not sp else None,
-        "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept("regather", recompute, t, scores)
-        if mode == "tp+sp"
-        else None,
-        "here the inputs of columns are kept as shards": _kept("tp+sp", recompute, t, scores) if sp else None,
-        "of TP's 10 + 24/t only the 10 is still to be divided: 24/t is inside attention and MLP, cut already": (
-            _kept("tp", recompute, t, scores) / t if sp and recompute != "full" else None
+def _kept_if(of, modes=("tp", "tp+sp", "regather"), recomputes=("none", "selective")):
+    """An answer that is wrong in these modes with these recomputations."""
+    return lambda mode, recompute, t, scores: (
+        of(mode, recompute, t, scores)
+        if mode in modes and recompute in recomputes
+        else _kept(mode, recompute, t, scores)
+    )
+
+
+def _kept_from_one_gpu(mode, recompute, t, scores):
+    whole = {"full": 2, "selective": 34, "none": 34 + scores}[recompute]
+    copies = {"tp": 2 if recompute == "full" else 10, "tp+sp": 0 if recompute == "full" else 4, "regather": 0}[mode]
+    return copies + (whole - copies) / t
+
+
+def _modes(rng):
+    return [
+        (mode, recompute, rng.choice([2, 4, 8, 16]), rng.randrange(20, 200))
+        for mode in ("tp", "tp+sp", "regather")
+        for recompute in ("none", "selective", "full")
+    ]
+
+
+def _of_mode(answer, mode, recompute, t, scores):
+    return {f"bytes with {mode}, recompute {recompute}": answer(mode, recompute, t, scores)}
+
+
+_SP = ("tp+sp", "regather")
+_CUT = "of TP's 10 + 24/t only the 10 is still to be divided: 24/t"
+check_kept = Exercise(
+    "check_kept",
+    _kept,
+    _kept_from_one_gpu,
+    _modes,
+    {
+        "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ("tp",)),
+        "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept_if(
+            lambda _, *case: _kept("regather", *case), ("tp+sp",)
         ),
-        "of TP's 10 + 24/t only the 10 is still to be divided: 24/t, like the scores, is cut already": (
-            _kept("tp", "selective", t, scores) / t + scores / t if sp and kept else None
+        "here the inputs of columns are kept as shards": _kept_if(lambda _, *case: _kept("tp+sp", *case)),
+        f"{_CUT} is inside attention and MLP, cut already": _kept_if(
+            lambda mode, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
         ),
-        "scores belong to heads, and heads are divided": want + scores - scores / t if kept else None,
-        "selective recomputation keeps no scores": _kept(mode, "none", t, scores) if recompute == "selective" else None,
-        "without sp each rank keeps the whole input of a layer": 2 / t if recompute == "full" and not sp else None,
-        "with sp a layer's input is in shards": 2 if recompute == "full" and sp else None,
-    }
-    told = {message: value for message, value in believed.items() if value is not None}
-    expect_number(got, want, where, told, form="g")
+        f"{_CUT}, like the scores, is cut already": _kept_if(
+            lambda mode, recompute, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ("none",)
+        ),
+        "scores belong to heads, and heads are divided": _kept_if(
+            lambda mode, recompute, t, scores: _kept(mode, recompute, t, scores * t), recomputes=("none",)
+        ),
+        "selective recomputation keeps no scores": _kept_if(
+            lambda mode, recompute, *case: _kept(mode, "none", *case), recomputes=("selective",)
+        ),
+        "without sp each rank keeps the whole input of a layer": _kept_if(
+            lambda mode, recompute, t, scores: 2 / t, ("tp",), ("full",)
+        ),
+        "with sp a layer's input is in shards": _kept_if(lambda *case: 2, _SP, ("full",)),
+    },
+    _of_mode,
+)
 
 
 # ------------------------------------------------------------------------------------ 6. the cheapest way that fits
-@grader
-def check_choice(answer, rng):
-    """The first of three ways that fits, on both sides of each limit; ValueError below the last."""
+def _choice(**believed):
+    """The reference; a way's name and how many units of s b h / t it is believed to need is one of the mistakes."""
+    units = {"keep": lambda layers, t: layers * (30 + 4 * t), "regather": lambda layers, t: 34 * layers}
+    units |= {"full": lambda layers, t: 2 * layers + 32} | believed
+
+    def choice(free_bytes, s, b, h, layers, t):
+        for way, needed in units.items():
+            if needed(layers, t) * s * b * h <= free_bytes * t:
+                return way
+        raise ValueError("nothing fits")
+
+    return choice
+
+
+def _choice_from_the_end(free_bytes, s, b, h, layers, t):
+    found = None
+    for way, units in (("full", (2 * layers + 32) / t), ("regather", layers * 34 / t), ("keep", layers * (4 + 30 / t))):
+        found = way if units * s * b * h <= free_bytes else found
+    if found is None:
+        raise ValueError("too little memory")
+    return found
+
+
+def _limits(rng):
+    """On both sides of each limit."""
+    cases = []
     for _ in range(5):
         s, b, h = 512 * rng.randrange(1, 20), rng.randrange(1, 5), 1024 * rng.randrange(1, 9)
-        case = (s, b, h, rng.randrange(24, 100), rng.choice([2, 4, 8]))
-        needed = _needed(*case)
-        fitting = list(needed)
-        for index, way in enumerate(fitting):
-            after = fitting[index + 1] if index + 1 < len(fitting) else None
-            _expect_choice(answer, needed[way] + 1, case, way, needed)
-            _expect_choice(answer, needed[way] - 1, case, after, needed)
+        layers, t = rng.randrange(24, 100), rng.choice([2, 4, 8])
+        for units in (layers * (30 + 4 * t), layers * 34, 2 * layers + 32):
+            cases += [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
+    return cases
 
 
-def _needed(s: int, b: int, h: int, layers: int, t: int) -> dict[str, int]:
-    unit = s * b * h // t
-    return {"keep": layers * (30 + 4 * t) * unit, "regather": layers * 34 * unit, "full": (2 * layers + 32) * unit}
-
-
-def _expect_choice(answer: Callable, free_bytes: int, case: tuple, want: str | None, needed: dict[str, int]) -> None:
-    s, b, h, layers, t = case
-    where = f"s {s}, b {b}, h {h}, {layers} layers, t {t}, {free_bytes:,} bytes free"
+def _said(answer, *case):
     try:
-        got = answer(free_bytes, *case)
+        return answer(*case)
     except ValueError:
-        if want is None:
-            return
-        fail(f"{where}: it raised ValueError, but {want!r} needs {needed[want]:,} bytes and fits")
-    if want is None:
-        fail(
-            f"{where}: it returned {got!r}, but nothing fits: one layer at a time is whole again, so even 'full' needs "
-            f"{needed['full']:,} bytes; raise ValueError"
-        )
-    if got not in needed:
-        fail(f"{where}: it returned {got!r}; return one of {', '.join(needed)}")
-    if got == want:
-        return
-    if list(needed).index(got) > list(needed).index(want):
-        fail(
-            f"{where}: it returned {got!r}, but {want!r} fits as well, and is cheaper: it needs {needed[want]:,} bytes"
-        )
-    why = "30/t + 4 for each layer" if got == "keep" else "34/t for each layer"
-    fail(f"{where}: it returned {got!r}, which needs {needed[got]:,} bytes ({why}) and does not fit; {want!r} does")
+        return "ValueError"
+
+
+def _way(answer, free_bytes, s, b, h, layers, t):
+    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice()))
+    return {f"what fits, {right}" if right != "ValueError" else "where nothing fits": said}
+
+
+_NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}
+check_choice = Exercise(
+    "check_choice",
+    _choice(),
+    _choice_from_the_end,
+    _limits,
+    {
+        "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise "
+        "ValueError": _choice(full=lambda layers, t: 2 * layers),
+        "it raised ValueError, but 'full' fits: its bytes are divided by t": _choice(
+            full=lambda layers, t: (2 * layers + 32) * t
+        ),
+        "another way fits as well, and is cheaper": _choice(**_NEVER),
+        "'keep' needs 30/t + 4 for each layer, and does not fit": _choice(keep=lambda layers, t: 34 * layers),
+        "'regather' needs 34/t for each layer, and does not fit": _choice(regather=lambda layers, t: 34),
+    },
+    _way,
+    {"where nothing fits": "raise ValueError"},
+)

@@ -1,107 +1,174 @@
-"""Grader of chapter 06, exercise 7: tensor and sequence parallelism of a Llama, judged by what the lesson measures."""
+"""Table of chapter 06, exercise 7: tensor and sequence parallelism of a Llama, judged by what the lesson measures."""
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import fail, grader, launched, rank_errors_as_failures, run_ranks
-from course_lib.minimal import compare, compare_with_one_process, sent_bytes
-from course_lib.minimal.compare_cut_model import different_copies, gradient_errors, kept_by_a_block, train_on_ranks
+from course_lib.checks.functions import function
+from course_lib.checks.table import Exercise
+from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.watch import Cost
+from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
+from course_lib.minimal import compare, compare_cut_model
+from course_lib.minimal.compare_parts import my_part
+from course_lib.minimal.sequence import TensorSequenceParallel, norms_of, sum_norm_gradients
+from course_lib.minimal.tensor import TensorParallel
 from course_lib.model import build
-
-L, D, N = compare.CONFIG.num_layers, compare.CONFIG.d_model, compare.CONFIG.num_heads
-RIGHT = 1e-9
-ITEMSIZE = 2  # bfloat16, in which sent_bytes and kept_by_a_block compute
+from course_lib.training import loss_of
 
 
-@grader
-def check_sequence_parallel(answer, rng):
-    """TP + SP from an empty cell: right gradients and parameters, norms of my tokens, no more bytes than needed."""
-    world_size = rng.choice([2, 4])
-    shapes = run_ranks(_norm_inputs, world_size, answer)
-    _expect_my_tokens(shapes[0], world_size)
-    with rank_errors_as_failures(world_size):
-        errors = launched(gradient_errors, answer, world_size, 1)
-    _expect_right_gradients(errors, world_size)
-    with rank_errors_as_failures(world_size):
-        difference = launched(compare_with_one_process, answer, world_size, 3)
-    if not difference < RIGHT:
-        fail(
-            f"with 3 micro-batches on {world_size} ranks a parameter differs from one process by {difference:.1e}; sum "
-            "once per step, after the last micro-batch: a second sum counts the first micro-batches again"
-        )
-    _expect_memory_and_bytes(answer, world_size)
-    with rank_errors_as_failures(world_size):
-        _, models = launched(train_on_ranks, answer, 2, world_size)
-    if different_copies(models) > 1:
-        fail(f"after two steps the ranks would save {different_copies(models)} different models, and one is right")
+class FromItsParts(TensorParallel):
+    """A gather of its own; norms are marked when the model is built, and summed by the update."""
+
+    enter = staticmethod(
+        function(
+            lambda x_BsD, group: torch.cat(all_gather(x_BsD.contiguous(), group).chunk(group.size()), dim=1),
+            lambda grad_BSD, group: reduce_scatter(torch.cat(grad_BSD.chunk(group.size(), 1)), group),
+        ).apply
+    )
+    leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 1))
+
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        self.marked = [param for param in self.model.parameters() if param.dim() == 1]
+
+    def update(self):
+        summed = all_reduce(torch.stack([param.grad for param in self.marked]), self.group)
+        for param, grad in zip(self.marked, summed, strict=True):
+            param.grad = grad.clone()
+        super().update()
 
 
-def _norm_inputs(answer: type) -> list[tuple[int, ...]]:
-    """What the first norm of the first block is given, for 2 sequences of 8 tokens per rank."""
-    made, seen = answer(build(compare.CONFIG), compare.adamw, dist.group.WORLD), []
-    made.model.blocks[0].attention_norm.register_forward_pre_hook(lambda norm, args: seen.append(tuple(args[0].shape)))
-    size = 8 * dist.get_world_size()
-    made.loss(*torch.zeros(2, size, size, dtype=torch.long))
-    return seen
+class WithoutTheSum(TensorSequenceParallel):
+    """With the sum of other parameters than the norms."""
+
+    summed = staticmethod(lambda model: [])
+
+    def backward(self, micro_batches):
+        TensorParallel.backward(self, micro_batches)
+        for param in self.summed(self.model):
+            param.grad = all_reduce(param.grad, self.group)
 
 
-def _expect_my_tokens(shapes: list[tuple[int, ...]], world_size: int) -> None:
-    S = 8 * world_size
-    B, s = S, S // world_size
-    if not shapes:
-        fail("the norm of the first block was not called; does self.model run, and is loss() what backward uses?")
-    got = shapes[0]
-    if got == (B, S, D):
-        fail(f"the first norm was given all {S} tokens; after leave() a rank has its own {s}")
-    if got == (B // world_size, S, D):
-        fail("the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch")
-    if got != (B, s, D):
-        fail(f"the first norm was given shape {got}; with {world_size} ranks {(B, s, D)} is right")
+class AveragesNorms(TensorSequenceParallel):
+    def update(self):
+        for param in norms_of(self.model):
+            param.grad /= self.group.size()
+        super().update()
 
 
-def _expect_right_gradients(errors: dict[str, float], world_size: int) -> None:
-    wrong = {name for name, error in errors.items() if not error < RIGHT}
-    if "loss" in wrong:
-        fail("the loss differs from that of one process; leave() must sum the ranks' partial sums")
-    norms = {name for name in errors if "norm" in name}
-    mean_error = 1 - 1 / world_size
-    if wrong and all(abs(errors[name] - mean_error) < RIGHT for name in wrong):
-        fail(f"the gradients of {len(wrong)} norms are {world_size} times too small: averaged; add the ranks' parts")
-    if wrong == norms:
-        fail(
-            "the loss is right, and the gradient of every norm is not: a rank has its own tokens' part of it, so add "
-            "the parts of all ranks, once per step; all_reduce does not change its argument: use the value it returns"
-        )
-    if wrong and wrong < norms:
-        fail(f"the gradients of {len(wrong)} of {len(norms)} norms are not summed: {sorted(wrong)[0]} is one of them")
-    if "head.weight" in wrong:
-        fail(
-            f"the loss is right, and {len(wrong)} gradients are not, head.weight among them: a part of a matrix has "
-            "its full gradient already; only what is replicated is to be summed"
-        )
-    if wrong:
-        fail(
-            f"the loss is right, and {len(wrong)} gradients are not, {sorted(wrong)[0]} among them: the backward of a "
-            "gather sums over the ranks, and the backward of a reduce-scatter gathers"
-        )
+class OnlyTheBlocksNorms(WithoutTheSum):
+    summed = staticmethod(lambda model: norms_of(model.blocks))
 
 
-def _expect_memory_and_bytes(answer: type, t: int) -> None:
-    with rank_errors_as_failures(t):
-        kept, sent = launched(kept_by_a_block, answer, t), launched(sent_bytes, answer, t)
-    enough = 4 + (34 + 8 / D + 4 * N / D) / t
-    if kept > 1.01 * enough:
-        fail(
-            f"a block saves {kept:.2f} bytes per token and feature for backward, and {enough:.2f} are enough; norms "
-            "and residual sums should have this rank's tokens only"
-        )
+class SumsMatricesToo(WithoutTheSum):
+    summed = staticmethod(lambda model: list(model.parameters()))
+
+
+class SumsAfterEachMicroBatch(TensorSequenceParallel):
+    def backward(self, micro_batches):
+        for x_BS, y_BS in micro_batches:
+            (self.loss(x_BS, y_BS) / len(micro_batches)).backward()
+            sum_norm_gradients(self.model, self.group)
+
+
+class JoinsInFront(TensorSequenceParallel):
+    enter = staticmethod(lambda x_BsD, group: join(x_BsD, group, 1))
+
+
+class AllReducesAndSlices(TensorSequenceParallel):
+    leave = staticmethod(lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1))
+
+
+class CutsTheBatch(TensorSequenceParallel):
+    enter = staticmethod(lambda x_bSD, group: gather_in(x_bSD, group, 0))
+    leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
+
+
+def inputs(rng):
+    [size] = rng.choices([2, 4])
+    return [(size, 1), (size, 3)]
+
+
+def watch(answer, num_micro_batches):
+    if num_micro_batches > 1:
+        return trained(answer, num_micro_batches)
+    group, D = dist.group.WORLD, compare.CONFIG.d_model
+    seen = _gradients(answer) | trained(answer, 1)
+    params_P = torch.cat([param.flatten() for param in list(seen.values())[-1].values()])  # equal where copies are
+    seen["different models that the ranks would save"] = len(all_gather(params_P[None], group).unique(dim=0))
+    one, two = compare_cut_model._kept(answer, compare.SEQ_LEN)
+    kept = (two - one) / (compare_cut_model.SEQUENCES * compare.SEQ_LEN * D)
+    seen["bytes that a block saves for backward, per token and feature"] = Cost(kept, 0.01 * kept)
+    sent = sent_in_a_step(answer, 1)
+    regathers = kept <= 1.01 * (38 + 8 / D + 4 * compare.CONFIG.num_heads / D) / group.size()
     tokens = compare.SEQUENCES * compare.SEQ_LEN
-    phases = 2 * (4 * L + 2)
-    if kept <= 1.01 * (enough - 4 + 4 / t):  # gathers the inputs of columns again: one more for each
-        phases += 2 * L + 1
-    needed = (phases * ITEMSIZE * tokens * D + 3 * 2 * 4 * tokens + 2 * ITEMSIZE * (2 * L + 1) * D) * (t - 1) // t
-    if sent > 1.01 * needed:
-        fail(
-            f"a rank sends {sent:,} bytes in a step, and {needed:,} are enough: an all-reduce followed by a slice "
-            "sends twice what a reduce-scatter sends, and of the gradients only those of norms are sent"
-        )
+    phases = 2 * compare.CONFIG.num_layers + 1 if regathers else 0  # the inputs of columns are gathered again
+    again = phases * 2 * tokens * D * (group.size() - 1) // group.size()
+    return seen | {"bytes sent": Cost(sent.value - again, sent.slack)}
+
+
+def _gradients(answer):
+    """Watch the tokens of the first norm, the loss, and the gradients as the optimizer is given them."""
+    made, normed, seen = answer(build(compare.CONFIG, dtype=torch.float64), compare.sgd, dist.group.WORLD), [], {}
+    made.model.blocks[0].attention_norm.register_forward_pre_hook(lambda _, args: normed.append(tuple(args[0].shape)))
+    [part] = compare.micro_batches_of_rank(0, 1, trainer=answer)
+    whole = build(compare.CONFIG, dtype=torch.float64)
+    full_loss = loss_of(whole, *part)
+    full_loss.backward()
+    full = {name: param.grad for name, param in whole.named_parameters()}
+    with torch.no_grad():
+        loss = made.loss(*part) - full_loss.detach()
+
+    def note(*_) -> None:
+        off = {n: p.grad - my_part(full[n], p.shape) for n, p in made.model.named_parameters()}
+        for kind, is_norm in (("norms", True), ("matrices", False)):
+            seen[f"gradients of {kind} less one process's"] = {n: x for n, x in off.items() if ("norm" in n) == is_norm}
+
+    made.optimizer.register_step_pre_hook(note)
+    made.backward([part])
+    made.update()
+    return {"tokens that the first norm is given": normed[:1], "the loss less one process's": loss} | seen
+
+
+SUM = (
+    "the loss is right, and the gradient of every norm is not: a rank has its own tokens' part of it, so add the parts "
+    "of all ranks, once per step; all_reduce does not change its argument: use the value it returns"
+)
+GATHER = (
+    "the loss is right, and gradients are not: the backward of a gather sums over the ranks, and the backward of a "
+    "reduce-scatter gathers"
+)
+ENOUGH = (
+    "an all-reduce followed by a slice sends twice what a reduce-scatter sends, and of the gradients only those of "
+    "norms are sent"
+)
+check_sequence_parallel = Exercise(
+    "check_sequence_parallel",
+    TensorSequenceParallel,
+    FromItsParts,
+    inputs,
+    {
+        "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
+        "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
+        SUM: WithoutTheSum,
+        "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
+        "on N ranks the gradients of norms are N times too small: averaged; add the ranks' parts": AveragesNorms,
+        "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
+        "sum once per step, after the last micro-batch: a second sum counts the first micro-batches "
+        "again": SumsAfterEachMicroBatch,
+        GATHER: JoinsInFront,
+        ENOUGH: AllReducesAndSlices,
+    },
+    watch,
+    {
+        "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
+        "the loss less one process's": "leave() must sum the ranks' partial sums",
+        "gradients of norms less one process's": SUM,
+        "gradients of matrices less one process's": GATHER,
+        "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
+        "rank's tokens only",
+        "bytes sent": ENOUGH,
+    },
+    ranks=True,
+    seconds=60.0,
+)

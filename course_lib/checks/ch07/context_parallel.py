@@ -1,204 +1,285 @@
 """Graders of chapter 07, exercises 1 to 4: positions, the merge of a softmax, a step's tile, bytes."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
+from course_lib.checks.core import numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import several
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_forward
 
 
 # ------------------------------------------------------------------------------------ 1. positions
-@grader
-def check_positions(answer, rng):
-    """Each rank's tokens under the three sequence shardings."""
+def _places(sequence_sharding, S, ranks, rank, **believed):
+    """The reference, and with a sharding's name what is believed of it."""
+    if sequence_sharding in believed:
+        return believed[sequence_sharding](torch.arange(S), ranks, rank).tolist()
+    return positions(sequence_sharding, S, ranks, rank).tolist()
+
+
+def _chunks(first, second):
+    """Two of the 2 ranks chunks, by their numbers."""
+    return lambda all_S, ranks, rank: torch.cat(
+        [all_S.chunk(2 * ranks)[place(ranks, rank)] for place in (first, second)]
+    )
+
+
+def _by_owner(sequence_sharding, S, ranks, rank):
+    owner = {
+        "contiguous": lambda t: t * ranks // S,
+        "striped": lambda t: t % ranks,
+        "zigzag": lambda t: min(t * 2 * ranks // S, 2 * ranks - 1 - t * 2 * ranks // S),
+    }[sequence_sharding]
+    return torch.tensor([t for t in range(S) if owner(t) == rank])
+
+
+def _all_ranks(rng):
+    cases = []
     for sequence_sharding in SEQUENCE_SHARDINGS:
         ranks = rng.choice([3, 4, 5])
         S = 2 * ranks * rng.randrange(2, 6)
-        for rank in range(ranks):
-            _expect_positions(answer, sequence_sharding, S, ranks, rank)
+        cases += [(sequence_sharding, S, ranks, rank) for rank in range(ranks)]
+    return cases
 
 
-def _expect_positions(answer: Callable, sequence_sharding: str, S: int, ranks: int, rank: int) -> None:
-    want, got = positions(sequence_sharding, S, ranks, rank).tolist(), answer(sequence_sharding, S, ranks, rank)
-    where = f"{sequence_sharding!r}, {S} tokens, rank {rank} of {ranks}"
-    if isinstance(got, (range, tuple, Tensor)):
-        got = [int(place) for place in got]
-    if not isinstance(got, list):
-        fail(f"{where}: a list of positions is asked for, got {got!r}")
-    chunks = torch.arange(S).chunk(2 * ranks)
-    neighbours, dealt = list(range(rank * S // ranks, (rank + 1) * S // ranks)), list(range(rank, S, ranks))
+def _as_list(answer, sequence_sharding, S, ranks, rank):
+    got = answer(sequence_sharding, S, ranks, rank)
+    return {sequence_sharding: [int(p) for p in got] if isinstance(got, range | tuple | torch.Tensor) else got}
 
-    def both(first: int, second: int) -> list[int]:
-        return torch.cat([chunks[first], chunks[second]]).tolist()
 
-    believed = {
-        "zigzag": {
-            "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": both(rank, ranks + rank),
-            "these are two neighbouring chunks: the rank's work would grow with its number": both(
-                2 * rank, 2 * rank + 1
-            ),
-            "the same tokens, but in descending chunks: positions ascend": both(2 * ranks - 1 - rank, rank),
-        },
-        "striped": {"striped deals tokens out one by one: every ranks-th, beginning with rank": neighbours},
-        "contiguous": {"contiguous tokens are neighbours": dealt},
-    }
-    expect_equal(got, want, where, believed[sequence_sharding])
+def _neighbours(all_S, ranks, rank):
+    return all_S.chunk(ranks)[rank]
+
+
+check_positions = Exercise(
+    "check_positions",
+    _places,
+    _by_owner,
+    _all_ranks,
+    {
+        "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": partial(
+            _places, zigzag=_chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
+        ),
+        "these are two neighbouring chunks: the rank's work would grow with its number": partial(
+            _places, zigzag=_neighbours
+        ),
+        "the same tokens, but in descending chunks: positions ascend": partial(
+            _places, zigzag=_chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
+        ),
+        "striped deals tokens out one by one: every ranks-th, beginning with rank": partial(
+            _places, striped=_neighbours
+        ),
+        "contiguous tokens are neighbours": partial(_places, contiguous=lambda all_S, ranks, rank: all_S[rank::ranks]),
+    },
+    _as_list,
+)
 
 
 # ------------------------------------------------------------------------------------ 2. merge
-@grader
-def check_merge(answer, rng):
-    """Parts of different weight, in several numbers, with scores near zero and in the thousands."""
-    generator = fresh_generator(rng)
+def merged(parts, weigh=lambda lses: lses.softmax(0), total=lambda lses: lses.logsumexp(0)):
+    """The reference, and with an argument another weight of an output, or another log-sum-exp."""
+    outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
+    return (weigh(lses).unsqueeze(-1) * outs).sum(0), total(lses)
+
+
+def _one_by_one(parts):
+    if len(parts) == 1:
+        return parts[0]
+    (out, lse), (part, part_lse) = _one_by_one(parts[:-1]), parts[-1]
+    return out + torch.sigmoid(part_lse - lse).unsqueeze(-1) * (part - out), torch.logaddexp(lse, part_lse)
+
+
+def _parts(rng):
+    """Of different weight, in several numbers, with scores near zero and in the thousands."""
+    cases, (B, N, q, H) = [], (2, 3, 5, 4)
     for scale in (1.0, 2000.0):
         for count in (2, rng.randrange(3, 6)):
-            _expect_merged(answer, generator, scale, count)
+            sizes = [*(rng.randrange(4, 8) for _ in range(count - 1)), 1]  # the last is never the heaviest
+            queries = scale * numbers(rng, B, N, q, H)
+            blocks = [(numbers(rng, B, N, size, H), numbers(rng, B, N, size, H)) for size in sizes]
+            cases.append(([standard_forward(queries, k, v, causal=False) for k, v in blocks],))
+    return cases
 
 
-def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, count: int) -> None:
-    B, N, q, H = 2, 3, 5, 4
-    queries = scale * numbers(generator, B, N, q, H)
-    sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
-    k, v = (numbers(generator, B, N, sum(sizes), H) for _ in range(2))
-    want, want_lse = standard_forward(queries, k, v, causal=False)
-    blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True)
-    parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
-    got = answer([(out.clone(), lse.clone()) for out, lse in parts])
-    if not isinstance(got, tuple) or len(got) != 2:
-        fail(f"a pair (out, lse) is asked for, got {type(got).__name__}")
-    outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
-    where = f"{count} parts" + (", scores in the thousands" if scale > 1 else "")
-    if isinstance(got[0], Tensor) and not got[0].isfinite().all():
-        fail(f"{where}: out has inf or nan: exp of a large score overflows; take the difference of two lse first")
-    running, running_lse = parts[0]
-    for out, lse in parts[1:]:  # who shrinks the new part, not what is there
-        running_lse = torch.logaddexp(running_lse, lse)
-        running = running + out * (lse - running_lse).exp().unsqueeze(-1)
-    wrong = {
-        "the outputs were averaged; each counts by its sum of exponentials": outs.mean(0),
-        "the outputs were added; each must be shrunk first by its share": outs.sum(0),
-        "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": (
-            outs * (lses / lses.sum(0)).unsqueeze(-1)
-        ).sum(0),
-        "what was merged so far must shrink as well when a part is added": running,
-    }
-    expect_close(got[0], want, f"{where}, out", wrong, rtol=1e-9)
-    wrong_lse = {
-        "log-sum-exps were added; add their exponentials, and take the logarithm": lses.sum(0),
-        "the largest log-sum-exp is not that of all": lses.max(0).values,
-        "this is the last part's log-sum-exp": lses[-1],
-        "this is the sum itself; its logarithm is asked for": lses.exp().sum(0),
-    }
-    expect_close(got[1], want_lse, f"{where}, lse", wrong_lse, rtol=1e-9)
+check_merge = Exercise(
+    "check_merge",
+    merged,
+    _one_by_one,
+    _parts,
+    {
+        "the outputs were averaged; each counts by its sum of exponentials": partial(
+            merged, weigh=lambda lses: torch.full_like(lses, 1 / len(lses))
+        ),
+        "the outputs were added; each must be shrunk first by its share": partial(merged, weigh=torch.ones_like),
+        "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": partial(
+            merged, weigh=lambda lses: lses / lses.sum(0)
+        ),
+        "out has inf or nan: exp of a large score overflows; take the difference of two lse first": partial(
+            merged, weigh=lambda lses: lses.exp() / lses.exp().sum(0)
+        ),
+        "what was merged so far must shrink as well when a part is added": partial(
+            merged,
+            weigh=lambda lses: torch.cat([torch.ones_like(lses[:1]), (lses - lses.logcumsumexp(0)).exp()[1:]]),
+        ),
+        "log-sum-exps were added; add their exponentials, and take the logarithm": partial(
+            merged, total=lambda lses: lses.sum(0)
+        ),
+        "the largest log-sum-exp is not that of all": partial(merged, total=lambda lses: lses.max(0).values),
+        "this is the last part's log-sum-exp": partial(merged, total=lambda lses: lses[-1]),
+        "this is the sum itself; its logarithm is asked for": partial(merged, total=lambda lses: lses.exp().sum(0)),
+    },
+    several("a pair (out, lse) is asked for", "out", "lse"),
+)
 
 
 # ------------------------------------------------------------------------------------ 3. a step's tile
-@grader
-def check_tile(answer, rng):
-    """Zig-zag: the pairs of every two ranks, as positions allow them, in no larger tile than it takes."""
+def _tile(s, query_rank, key_rank, **believed):
+    """The reference, and with `own`, `earlier` or `later` what is believed of such keys."""
+    whose = _whose(query_rank, key_rank)
+    if whose in believed:
+        rows, columns, causal = believed[whose]  # where queries and keys begin and stop, in halves
+        return *(slice(first * s // 2, stop * s // 2) for first, stop in (rows, columns)), causal
+    part = tile("zigzag", s, query_rank, key_rank)
+    return part.queries, part.keys, part.causal
+
+
+def _whose(query_rank, key_rank):
+    return "own" if key_rank == query_rank else "earlier" if key_rank < query_rank else "later"
+
+
+def _with_open_slices(s, query_rank, key_rank):
+    if query_rank == key_rank:
+        return slice(None), slice(None), 1
+    return (slice(None), slice(s // 2), 0) if key_rank < query_rank else (slice(s // 2, None), slice(None), 0)
+
+
+def _every_two(rng):
     ranks, s = rng.choice([3, 4]), 2 * rng.randrange(2, 6)
-    for query_rank in range(ranks):
-        for key_rank in range(ranks):
-            _expect_tile(answer, s, ranks, query_rank, key_rank)
+    return [(s, query_rank, key_rank) for query_rank in range(ranks) for key_rank in range(ranks)]
 
 
-def _seen(s: int, rows: slice, columns: slice, causal: bool) -> Tensor:
-    seen = torch.zeros(s, s)
-    part = torch.ones_like(seen[rows, columns])
-    seen[rows, columns] = part.tril() if causal else part
-    return seen.bool()
+def _pairs(answer, s, query_rank, key_rank):
+    """Watch which pairs of a query and a key are seen; no larger tile has just those."""
+    rows, columns, causal = answer(s, query_rank, key_rank)
+    seen_ss = torch.zeros(s, s)
+    part = torch.ones_like(seen_ss[rows, columns])
+    seen_ss[rows, columns] = part.tril() if causal else part
+    of = f"of {_whose(query_rank, key_rank)} keys"
+    return {f"pairs {of}": seen_ss, f"causal {of}": bool(causal)}
 
 
-def _expect_tile(answer: Callable, s: int, ranks: int, query_rank: int, key_rank: int) -> None:
-    where = f"s = {s}, queries of rank {query_rank}, keys of rank {key_rank}"
-    got = answer(s, query_rank, key_rank)
-    if not isinstance(got, tuple) or len(got) != 3 or not all(isinstance(part, slice) for part in got[:2]):
-        fail(f"{where}: a tuple (slice, slice, bool) is asked for, got {got!r}")
-    query_positions, key_positions = (positions("zigzag", s * ranks, ranks, rank) for rank in (query_rank, key_rank))
-    allowed, seen = query_positions[:, None] >= key_positions[None, :], _seen(s, *got)
-    if torch.equal(seen, allowed):
-        best = tile("zigzag", s, query_rank, key_rank)
-        if bool(got[2]) == best.causal:
-            return
-    half, whole = slice(s // 2, s), slice(0, s)
-    later = key_rank > query_rank
-    if later and not seen.any():
-        fail(f"{where}: nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine")
-    if query_rank == key_rank and torch.equal(seen, _seen(s, whole, whole, False)):
-        fail(f"{where}: my own keys were seen whole; a query does not see later keys of its own rank")
-    if query_rank != key_rank and torch.equal(seen, _seen(s, whole, whole, False)):
-        fail(f"{where}: all was seen; of another rank's keys one half or one half of my queries drops out")
-    if query_rank != key_rank and torch.equal(seen, _seen(s, whole, whole, True)):
-        fail(f"{where}: the lower triangle is of my own keys alone; of other ranks' a tile is a rectangle")
-    if later and torch.equal(seen, _seen(s, whole, half, False)):
-        fail(
-            f"{where}: halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries"
-        )
-    if not later and torch.equal(seen, _seen(s, whole, half, False)):
-        fail(f"{where}: this is the earlier rank's late chunk, which lies after both of mine; its early one is seen")
-    if torch.equal(_seen(s, *got[:2], not got[2]), allowed):
-        cause = (
-            "all my own keys lie in one triangle" if query_rank == key_rank else "a triangle is of my own keys alone"
-        )
-        fail(f"{where}: queries and keys are right, and causal must be {not got[2]}: {cause}")
-    forbidden, missing = (seen & ~allowed).sum().item(), (allowed & ~seen).sum().item()
-    fail(f"{where}: {forbidden} pairs are seen that the mask forbids, {missing} are missing")
+_WHOLE, _LATE = (0, 2), (1, 2)
+_TRIANGLE = "the lower triangle is of my own keys alone; of other ranks' a tile is a rectangle"
+check_tile = Exercise(
+    "check_tile",
+    _tile,
+    _with_open_slices,
+    _every_two,
+    {
+        "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": partial(
+            _tile, later=((0, 0), (0, 0), False)
+        ),
+        "my own keys were seen whole; a query does not see later keys of its own rank": partial(
+            _tile, own=(_WHOLE, _WHOLE, False)
+        ),
+        "all was seen; of another rank's keys one half or one half of my queries drops out": partial(
+            _tile, earlier=(_WHOLE, _WHOLE, False), later=(_WHOLE, _WHOLE, False)
+        ),
+        _TRIANGLE: partial(_tile, earlier=(_WHOLE, _WHOLE, True), later=(_WHOLE, _WHOLE, True)),
+        "halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries": partial(
+            _tile, later=(_WHOLE, _LATE, False)
+        ),
+        "this is the earlier rank's late chunk, which lies after both of mine; its early one is seen": partial(
+            _tile, earlier=(_WHOLE, _LATE, False)
+        ),
+        "queries and keys are right, and causal must be False: a triangle is of my own keys alone": partial(
+            _tile, earlier=(_WHOLE, (0, 1), True)
+        ),
+    },
+    _pairs,
+    says=dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not"),
+    breaks={": 1 is seen, 0 is not": lambda s, query_rank, key_rank: (slice(1, s), slice(0, s), False)},
+)
 
 
 # ------------------------------------------------------------------------------------ 4. bytes
-@grader
-def check_bytes(answer, rng):
-    """Ring and Ulysses, with grouped queries, in 4, 1 and 2 bytes: in each other mistakes come to the same number."""
+def _ring(sizes, steps=(0, 0, 0), numbers_of=lambda itemsize: (itemsize, itemsize, 4), heads="K"):
+    """Bytes of forward's keys and values, backward's, their gradients; `steps`: ring steps more than c - 1 of each."""
+    c, B, s, N, K, H, itemsize = sizes
+    block = 2 * B * s * {"K": K, "N": N}[heads] * H
+    return sum((c - 1 + more) * block * size for more, size in zip(steps, numbers_of(itemsize), strict=True))
+
+
+def _ulysses(sizes, heads=lambda N, K: 2 * N + 2 * K, ways=2, pieces=-1):
+    c, B, s, N, K, H, itemsize = sizes
+    return ways * heads(N, K) * B * s * H * itemsize * (c + pieces) // c
+
+
+def _bytes(method, c, B, s, N, K, H, itemsize):
+    return {"ring": _ring, "ulysses": _ulysses}[method]((c, B, s, N, K, H, itemsize))
+
+
+def _believed(method, **change):
+    """An answer that is wrong in one of the two methods."""
+    formula = {"ring": _ring, "ulysses": _ulysses}[method]
+    return lambda given, *sizes: formula(sizes, **change) if given == method else _bytes(given, *sizes)
+
+
+def _bytes_as_float(method, c, B, s, N, K, H, itemsize):
+    a_head = B * s * H * (c - 1)
+    return a_head * (2 * K * (2 * itemsize + 4) if method == "ring" else 4 * (N + K) * itemsize / c)
+
+
+def _sizes(rng):
+    """With grouped queries, in 4, 1 and 2 bytes: in each other mistakes come to the same number."""
+    cases = []
     for method in ("ring", "ulysses"):
         for itemsize in (4, 1, 2):
             c = rng.choice([3, 5])
-            B, s, H = rng.randrange(2, 5), rng.randrange(6, 30), 8 * rng.randrange(1, 5)
             K = c * rng.randrange(1, 3)
-            _expect_bytes(answer, method, (c, B, s, K * rng.choice([2, 4]), K, H, itemsize))
+            sizes = (rng.randrange(2, 5), rng.randrange(6, 30), K * rng.choice([2, 4]), K, 8 * rng.randrange(1, 5))
+            cases.append((method, c, *sizes, itemsize))
+    return cases
 
 
-def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize: int) -> int:
-    if method == "ring":
-        return (c - 1) * 2 * B * s * K * H * (2 * itemsize + 4)
-    return 2 * (2 * N + 2 * K) * B * s * H * itemsize * (c - 1) // c
+def _of_method(answer, method, *sizes):
+    return {f"bytes, {method}": answer(method, *sizes)}
 
 
-def _expect_bytes(answer: Callable, method: str, sizes: tuple[int, ...]) -> None:
-    c, B, s, N, K, H, itemsize = sizes
-    want, block = _sent(method, *sizes), 2 * B * s * K * H
-    head_bytes, again = B * s * H * itemsize, (c - 1) * block * (itemsize + 4)
-    believed = {
-        "ring": {
-            "K heads travel, not N: copies are made where they arrive": want * N // K,
-            "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": (
-                want * c // (c - 1)
-            ),
-            "gradients travel in FP32 while they are summed": (c - 1) * block * 3 * itemsize,
-            "keys and values go around in backward once more: a rank keeps its own only": again,
-            "keys and values: that is 2 tensors": want // 2,
-            "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
-            "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never travels": (
-                block * ((c - 1) * 2 * itemsize + c * 4)
-            ),
-            "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": (
-                block * ((c - 1) * itemsize + c * (itemsize + 4))
-            ),
-            "c - 1 ring steps, not c; and gradients travel in FP32": c * block * 3 * itemsize,
-            "c - 1 ring steps, not c; and keys and values go around once more in backward": c * block * (itemsize + 4),
-        },
-        "ulysses": {
-            "a rank keeps one piece of c itself": want * c // (c - 1),
-            "the output goes back as well, and so does its gradient": 2 * (N + 2 * K) * head_bytes * (c - 1) // c,
-            "keys and values have K heads": 2 * 4 * N * head_bytes * (c - 1) // c,
-            "queries and the output travel too, not keys and values alone": 2 * 2 * K * head_bytes * (c - 1) // c,
-            "that is the forward pass; backward is asked for as well": want // 2,
-        },
-    }[method]
-    where = f"{method!r}, c={c}, B={B}, s={s}, N={N}, K={K}, H={H}, itemsize={itemsize}"
-    got = answer(method, *sizes)
-    got = round(got) if isinstance(got, float) and abs(got - round(got)) < 1e-6 else got
-    expect_equal(got, want, where, {message: value for message, value in believed.items() if value != want})
+_SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
+check_bytes = Exercise(
+    "check_bytes",
+    _bytes,
+    _bytes_as_float,
+    _sizes,
+    {
+        "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
+        "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": _believed(
+            "ring", steps=(1, 1, 1)
+        ),
+        "gradients travel in FP32 while they are summed": _believed("ring", **_SAME),
+        "keys and values go around in backward once more: a rank keeps its own only": _believed("ring", **_KEPT),
+        "keys and values: that is 2 tensors": _believed("ring", numbers_of=lambda size: (size / 2, size / 2, 2)),
+        "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never "
+        "travels": _believed("ring", steps=(0, 0, 1)),
+        "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": _believed(
+            "ring", steps=(0, 1, 1)
+        ),
+        "c - 1 ring steps, not c; and gradients travel in FP32": _believed("ring", steps=(1, 1, 1), **_SAME),
+        "c - 1 ring steps, not c; and keys and values go around once more in backward": _believed(
+            "ring", steps=(1, 1, 1), **_KEPT
+        ),
+        "a rank keeps one piece of c itself": _believed("ulysses", pieces=0),
+        "the output goes back as well, and so does its gradient": _believed("ulysses", heads=lambda N, K: N + 2 * K),
+        "keys and values have K heads": _believed("ulysses", heads=lambda N, K: 4 * N),
+        "queries and the output travel too, not keys and values alone": _believed("ulysses", heads=lambda N, K: 2 * K),
+        "that is the forward pass; backward is asked for as well": [
+            _believed("ulysses", ways=1),
+            _believed("ring", numbers_of=lambda size: (size, 0, 0)),
+        ],
+    },
+    _of_method,
+)

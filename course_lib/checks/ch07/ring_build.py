@@ -1,6 +1,5 @@
 """Grader of chapter 07, exercise 7: ring attention from an empty cell, in four steps, on real ranks."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -8,10 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import fail, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.ch07.context_parallel import merged
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost, several
+from course_lib.comm import all_reduce
+from course_lib.layout import tile
 from course_lib.layout.block_pairs import all_pairs
 from course_lib.minimal import ring_attention
-from course_lib.model import fused_attention
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_backward, standard_forward
 
@@ -75,139 +78,224 @@ class Ring:
         self.tiles.append(rows * (rows + 1) // 2 if causal else rows * columns)
 
 
-@dataclass(frozen=True)
-class Built:
-    """What one rank's answer did with one cut: differences, bytes in blocks of its own keys and values, pairs."""
+class MyRing:
+    """The reference; each wrong answer changes one method."""
 
-    rank: int
-    has_backward: bool
-    differences: dict[str, float]
-    sent: dict[str, float]
-    exposed: dict[str, float]
-    pairs: dict[str, int]
+    keeps_its_own = True  # share of its block's gradient: the others' come home after size - 1 ring steps
 
+    def part(self, ring: Ring, key_rank: int, s: int) -> tuple[slice, slice, bool] | None:
+        of = tile("zigzag" if ring.zigzag else "contiguous", s, ring.rank, key_rank)
+        return of and (of.queries, of.keys, of.causal)
 
-@grader
-def check_ring(answer, rng):
-    """Forward, then backward, then overlap, then zig-zag with the target share of ideal work."""
-    world_size, seed = rng.choice([2, 4]), fresh_seed(rng)
-    S = 2 * world_size * rng.randrange(2, 5)
-    for zigzag in (False, True):
-        ranks = run_ranks(_build, world_size, answer, seed, S, zigzag)
-        _expect_way(ranks, "forward", zigzag)
-        if not all(seen.has_backward for seen in ranks):
-            fail("step 1 (forward) is right; step 2 (backward): there is no method backward yet")
-        _expect_way(ranks, "backward", zigzag)
-        _expect_overlap(ranks if zigzag else ranks[-1:])  # in order, the last rank alone computes at every step
-        if zigzag:
-            _expect_even(ranks, S)
+    def blocks(self, kv, ring):
+        for step in range(ring.size):
+            arrived = ring.pass_on(kv) if step < ring.size - 1 else None
+            yield (ring.rank - step) % ring.size, kv
+            kv = arrived() if arrived else None
 
+    def shares(self, lse, new_lse):
+        both = torch.logaddexp(lse, new_lse)
+        return (lse - both).exp().unsqueeze(-1), (new_lse - both).exp().unsqueeze(-1), both
 
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+    def tiles(self, q, kv, ring):
+        """Of each block that is seen: rows, output and log-sum-exp."""
+        for key_rank, block in self.blocks(kv, ring):
+            if part := self.part(ring, key_rank, q.shape[2]):
+                rows, columns, causal = part
+                yield rows, *ring.tile(q[:, :, rows], *block[..., columns, :], causal)
 
+    def forward(self, q, k, v, ring):
+        out = lse = None
+        for rows, new, new_lse in self.tiles(q, torch.stack([k, v]), ring):
+            if out is None:
+                out, lse = new, new_lse
+                continue
+            old, added, both = self.shares(lse[:, :, rows], new_lse)
+            out[:, :, rows] = old * out[:, :, rows] + added * new
+            lse[:, :, rows] = both
+        return out, lse
 
-def _expect_way(ranks: list[Built], way: str, zigzag: bool) -> None:
-    """The results of one pass, and no more bytes than it takes."""
-    first = "step 1 (forward)" if way == "forward" else "step 2 (backward)"
-    step = "steps 1 to 3 are right; step 4 (zig-zag)" if zigzag else first
-    sent, size = [seen.sent[way] for seen in ranks], len(ranks)
-    if max(sent) == 0:
-        fail(f"{step}: no rank passed a block on, so each saw its own keys alone; call ring.pass_on")
-    for name in RESULTS[way]:
-        wrong = {seen.rank: seen.differences[name] for seen in ranks if not seen.differences[name] < 1e-9}
-        if wrong:
-            right = [seen.rank for seen in ranks if seen.rank not in wrong]
-            fail(
-                f"{step}: {name} is wrong on ranks {sorted(wrong)}, by up to {max(wrong.values()):.2g}, and right on "
-                f"ranks {right}; {_advice(name, sorted(wrong), size, zigzag)}"
-            )
-    enough = size - 1 if way == "forward" else 2 * size
-    if max(sent) > enough + 1e-9:
-        fail(
-            f"{step}: the {way} pass of a rank of {size} sent {max(sent):g} blocks, and {enough} are enough; a block "
-            "is its own keys and values, which need no more than size - 1 ring steps"
-        )
+    def final(self, rows, q, keys, out, lse):
+        return out[:, :, rows], lse[:, :, rows]
 
+    def backward(self, grad, q, k, v, out, lse, ring):
+        dq, own, arrived = torch.zeros_like(q), torch.zeros_like(torch.stack([k, v])), None
+        for key_rank, kv in self.blocks(torch.stack([k, v]), ring):
+            dkv, part = torch.zeros_like(kv), self.part(ring, key_rank, q.shape[2])
+            if part:
+                rows, columns, causal = part
+                keys = kv[..., columns, :]
+                final = self.final(rows, q, keys, out, lse)
+                new_dq, *new_dkv = ring.tile_backward(grad[:, :, rows], q[:, :, rows], *keys, *final, causal)
+                dq[:, :, rows] += new_dq
+                dkv[..., columns, :] = torch.stack(new_dkv)
+            if key_rank == ring.rank and self.keeps_its_own:
+                own = dkv
+            else:
+                arrived = ring.pass_on(dkv if arrived is None else dkv + arrived())
+        return dq, *self.home(own, arrived)
 
-def _advice(name: str, wrong: list[int], world_size: int, zigzag: bool) -> str:
-    if name in ("out", "lse"):
-        if wrong == list(range(1, world_size)) and not zigzag:
-            return "rank 0 needs no other block: is each block merged, and does the old output shrink too?"
-        return "which queries may see which keys of each block?"
-    if name == "dq":
-        return "does tile_backward get the out and lse over all keys, and is every block's share added?"
-    return "does the gradient of a block get a share from each rank that sees it, and come back to its owner?"
+    def home(self, own, arrived):
+        return own + arrived()
 
 
-def _expect_overlap(ranks: list[Built]) -> None:
-    for way, most in (("forward", 0), ("backward", 1)):
-        exposed = max(seen.exposed[way] for seen in ranks)
-        if exposed > most + 1e-9:
-            allowed = "none is needed" if most == 0 else "only the last gradient's is needed, 1 block"
-            fail(
-                f"step 3 (overlap): {exposed:g} blocks of the {way} pass travelled while no tile was computed, and "
-                f"{allowed}; call pass_on before the tile, and the function that it returns after it"
-            )
+class MergesAtTheEnd(MyRing):
+    """All parts are kept, and merged once; gradients go all the way round."""
+
+    keeps_its_own = False
+
+    def forward(self, q, k, v, ring):
+        found = []
+        for rows, new, new_lse in self.tiles(q, torch.stack([k, v]), ring):
+            out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -1e30)
+            out[:, :, rows], lse[:, :, rows] = new, new_lse
+            found.append((out, lse))
+        return merged(found)
 
 
-def _expect_even(ranks: list[Built], S: int) -> None:
-    for way in ("forward", "backward"):
-        share = all_pairs(S) / len(ranks) / max(seen.pairs[way] for seen in ranks)
-        if share < TARGET:
-            fail(
-                f"steps 1 to 3 are right; step 4 (zig-zag): the {way} pass reaches {share:.0%} of the ideal work, and "
-                f"{TARGET:.0%} is the target; give the kernel half of the keys of an earlier rank, and half of your "
-                "queries for a later one"
-            )
+class OwnBlockAlone(MyRing):
+    def blocks(self, kv, ring):
+        yield ring.rank, kv
+
+    def home(self, own, arrived):
+        return own
 
 
-def _build(answer: type, seed: int, S: int, zigzag: bool) -> Built:
+class ForwardAlone:
+    part, blocks, shares, tiles, forward = MyRing.part, MyRing.blocks, MyRing.shares, MyRing.tiles, MyRing.forward
+
+
+class AddsUnshrunk(MyRing):
+    def shares(self, lse, new_lse):
+        old, added, both = super().shares(lse, new_lse)
+        return torch.ones_like(old), added, both
+
+
+class SharesStayAway(MyRing):
+    def home(self, own, arrived):
+        arrived()
+        return own
+
+
+class EachTilesOwnSum(MyRing):
+    def final(self, rows, q, keys, out, lse):
+        return standard_forward(q[:, :, rows], *keys, False)
+
+
+class SendsAfterwards(MyRing):
+    def blocks(self, kv, ring):
+        for step in range(ring.size):
+            yield (ring.rank - step) % ring.size, kv
+            if step < ring.size - 1:
+                kv = ring.pass_on(kv)()
+
+
+class GoesAroundTwice(MyRing):
+    def forward(self, q, k, v, ring):
+        kv = torch.stack([k, v])
+        for _ in range(ring.size):
+            kv = ring.pass_on(kv)()
+        return super().forward(q, *kv, ring)
+
+
+class AlwaysContiguous(MyRing):
+    def part(self, ring, key_rank, s):
+        of = tile("contiguous", s, ring.rank, key_rank)
+        return of and (of.queries, of.keys, of.causal)
+
+
+class WholeTiles(MyRing):
+    """Right, but the kernel computes what the merge then throws away."""
+
+    def forward(self, q, k, v, ring):
+        ring.tile(q, k, v, False)
+        return super().forward(q, k, v, ring)
+
+
+WAYS = {"forward": "step 1 (forward)", "backward": "step 2 (backward)"}
+ZIGZAG = "steps 1 to 3 are right; step 4 (zig-zag)"
+OVERLAP = "step 3 (overlap): blocks of the {} pass that travelled while no tile was computed{}"
+
+
+def inputs(rng):
+    [size], seed = rng.choices([2, 4]), fresh_seed(rng)
+    S = 2 * size * rng.randrange(2, 5)
+    return [(size, S, False, seed), (size, S, True, seed)]
+
+
+def watch(answer, S, zigzag, seed):
+    """Watch forward, then backward, then overlap; zig-zag last, and how near its work is to an equal share."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator().manual_seed(seed)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    *full, weight = (numbers(generator, 2, n, S, HEAD_DIM) for n in heads)
     mine_s = positions("zigzag" if zigzag else "contiguous", S, size, rank)
-    shards = [x[:, :, mine_s].clone() for x in full]
-    forward, backward = (Ring(rank, size, zigzag, group) for _ in range(2))
-    made = answer()
-    out, lse = made.forward(*(x.clone() for x in shards), forward)
-    _finish(group)  # a rank that passes on too seldom is then told of forward, not of the backward that it began
-    results = {"out": out.clone(), "lse": lse.clone().reshape(out.shape[:3])}
-    has_backward = hasattr(made, "backward")
-    if has_backward:
-        grads = made.backward(weight[:, :, mine_s].clone(), *(x.clone() for x in shards), out, lse, backward)
-        results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    _finish(group)
-    expected = {name: x[:, :, mine_s] for name, x in _reference(full, weight).items() if name in results}
-    block = shards[1].nbytes + shards[2].nbytes
-    rings = {"forward": forward, "backward": backward}
-    return Built(
-        rank,
-        has_backward,
-        {name: _difference(results[name], expected[name]) for name in expected},
-        {way: sum(m.sent_bytes for m in ring.messages) / block for way, ring in rings.items()},
-        {way: sum(m.sent_bytes for m in ring.messages if not m.hidden) / block for way, ring in rings.items()},
-        {way: sum(ring.tiles) for way, ring in rings.items()},
-    )
+    *shards, weight = (numbers(generator, 2, n, S, HEAD_DIM)[:, :, mine_s] for n in heads)
+    rings, made, seen = [Ring(rank, size, zigzag, group) for _ in WAYS], answer(), {}
+    blocks = shards[1].nbytes + shards[2].nbytes
+    results = several("forward returns out and lse", "out", "lse")(made.forward, *(x.clone() for x in shards), rings[0])
+    if "error" in results:
+        return results
+    _tell(seen, "forward", zigzag, results, sum(m.sent_bytes for m in rings[0].messages) / blocks)
+    has_backward = seen[f"{WAYS['forward']} is right; {WAYS['backward']}"] = hasattr(made, "backward")
+    if not has_backward:
+        return seen
+    given = weight.clone(), *(x.clone() for x in shards), results["out"], results["lse"]
+    grads = several("backward returns dq, dk and dv", "dq", "dk", "dv")(made.backward, *given, rings[1])
+    if "error" in grads:
+        return seen | grads
+    _tell(seen, "backward", zigzag, grads, sum(m.sent_bytes for m in rings[1].messages) / blocks)
+    for way, ring, most in zip(WAYS, rings, (0, 1), strict=True):
+        exposed = sum(m.sent_bytes for m in ring.messages if not m.hidden) / blocks
+        if zigzag or rank == size - 1:  # in order, the last rank alone computes at every step
+            seen[OVERLAP.format(way, ", zig-zag" if zigzag else "")] = Cost(exposed, most - exposed)
+        if zigzag:
+            pairs, most = sum(ring.tiles), all_pairs(S) / size / TARGET
+            seen[f"{ZIGZAG}: pairs of the {way} pass"] = Cost(pairs, most - pairs)
+    return seen
 
 
-def _finish(group: dist.ProcessGroup) -> None:
-    """All messages of all ranks are through: a message that an answer never awaited must not meet the next one."""
-    dist.barrier(group)
+def _tell(seen: dict, way: str, zigzag: bool, results: dict[str, Tensor], sent: float) -> None:
+    """The results of one pass, and how many blocks it sent: a rank's own keys and values are one."""
+    group = dist.group.WORLD
+    dist.barrier(group)  # a rank that passes on too seldom is told of forward, not of the backward that it began
+    step, most = ZIGZAG if zigzag else WAYS[way], group.size() - 1 if way == "forward" else 2 * group.size()
+    seen[f"{step}: blocks are passed on"] = all_reduce(torch.tensor(sent), group, op="max").item() > 0
+    for name, result in results.items():
+        seen[f"{step}: {name}"] = result
+    seen[f"{step}: blocks sent {way}"] = Cost(sent, most - sent)
 
 
-def _reference(full: list[Tensor], weight: Tensor) -> dict[str, Tensor]:
-    q, k, v = (x.clone().requires_grad_() for x in full)
-    out = fused_attention(q, k, v)
-    (out * weight).sum().backward()
-    _, lse = standard_forward(*(x.detach() for x in (q, k, v)), True)
-    return {"out": out.detach(), "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-
-
-def _difference(got: object, want: Tensor) -> float:
-    if not isinstance(got, Tensor) or got.shape != want.shape:
-        what = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        fail(f"a result has shape {what}, and {tuple(want.shape)} is right; forward returns out and lse, backward "
-             "dq, dk and dv")  # fmt: skip
-    difference = (got - want).abs().max().item()
-    return math.inf if math.isnan(difference) else difference
+SEES = "which queries may see which keys of each block?"
+FINAL = "does tile_backward get the out and lse over all keys, and is every block's share added?"
+HOME = "does the gradient of a block get a share from each rank that sees it, and come back to its owner?"
+ENOUGH = "a block is its own keys and values, which need no more than size - 1 ring steps"
+EARLY = "call pass_on before the tile, and the function that it returns after it"
+HALVES = (
+    f"{TARGET:.0%} of the ideal work is the target; give the kernel half of the keys of an earlier rank, and half of "
+    "your queries for a later one"
+)
+SAYS = {"out": SEES, "lse": SEES, "dq": FINAL, "dk": HOME, "dv": HOME}
+SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
+check_ring = Exercise(
+    "check_ring",
+    MyRing,
+    MergesAtTheEnd,
+    inputs,
+    {
+        "there is no method backward yet": ForwardAlone,
+        "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
+        "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
+        FINAL: EachTilesOwnSum,
+        HOME: SharesStayAway,
+        ENOUGH: GoesAroundTwice,
+        EARLY: SendsAfterwards,
+        SEES: AlwaysContiguous,
+        HALVES: WholeTiles,
+    },
+    watch,
+    {f"{step}: {what}": why for step in (*WAYS.values(), ZIGZAG) for what, why in SAYS.items()}
+    | {OVERLAP.format(way, of): EARLY for way in WAYS for of in ("", ", zig-zag")}
+    | {f"{ZIGZAG}: pairs of the {way} pass": HALVES for way in WAYS},
+    ranks=True,
+    hang="Does every rank pass on as many blocks as its neighbour waits for?",
+)

@@ -13,7 +13,8 @@ from course_lib.comm import all_reduce, all_reduce_
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.model import build
-from course_lib.parallel import five_d, pipeline, sums, whole
+from course_lib.parallel import engine as engines
+from course_lib.parallel import five_d, pipeline, sums
 from course_lib.training import loss_of
 
 WORLD = 4
@@ -82,7 +83,7 @@ def watch_sums(answer, layout, seed):
         param.grad = part.clone()
         of_kind[kind].append(param.grad)
     answer(of_kind, engine.groups, engine.layout)
-    found, seen = whole.full_gradients(engine), {}
+    found, seen = engines.full_gradients(engine), {}
     for name in sorted(want):
         is_norm = engine.layout.tp > 1 and ("norm" in name or "router" in name)
         kind = "experts" if ".experts." in name else "norms" if is_norm else "matrices"

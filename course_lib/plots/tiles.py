@@ -1,0 +1,72 @@
+"""The form of what ranks hold: rows of tiles, each with a word or a number."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, channels
+from course_lib.plots.style import labelled_box
+
+ABSENT_COLOR = "#F4F4F4"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile, so many columns wide; look as Rectangle has it."""
+
+    text: str = ""
+    color: str = "#FFFFFF"
+    width: float = 1
+    look: Mapping = field(default_factory=dict)
+
+
+EMPTY = Tile(look={"edgecolor": NEUTRAL_COLOR, "linestyle": ":", "linewidth": 0.8})  # a place where nothing is
+OUTLINED = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3}
+HATCHED = {"hatch": "//"}
+
+Row = Sequence[Tile | float]  # from left to right; a number is so much room
+
+
+def rank_tile(text: object, rank: int, width: float = 1, **look) -> Tile:
+    """Return a tile in the colour of a rank."""
+    return Tile(f"{text}", RANK_COLORS[rank % len(RANK_COLORS)], width, look)
+
+
+def ranks(count: int) -> list[str]:
+    """Return the names of so many rows."""
+    return [f"rank {rank}" for rank in range(count)]
+
+
+def width_of(row: Row) -> float:
+    """Return how many columns a row takes."""
+    return sum(tile.width if isinstance(tile, Tile) else tile for tile in row)
+
+
+def draw_tiles(axes, rows: Sequence[Row], names: Sequence[str] = (), *, pitch=1.0, height=1.0, fontsize=8.5) -> None:
+    """Draw rows downwards with their names at the left; nothing else is left of the axes.
+
+    pitch    from one row to the next, of which a tile takes `height`
+    """
+    for index, row in enumerate(rows):
+        x = 0.0
+        for tile in row:
+            if isinstance(tile, Tile):
+                look = {"linewidth": 1.5} | tile.look
+                labelled_box(axes, (x, index * pitch), (tile.width, height), tile.color, tile.text, fontsize, **look)
+            x += tile.width if isinstance(tile, Tile) else tile
+    middles = [index * pitch + height / 2 for index in range(len(names))]
+    axes.set_yticks(middles, names)
+    bottom = (len(rows) - 1) * pitch + height
+    axes.set(xlim=(-0.05, max(map(width_of, rows)) + 0.05), ylim=(bottom + 0.05, -0.05), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_squares(axes, colors: Sequence[Sequence[str]], xlabel: str, ylabel: str) -> None:
+    """Draw many small squares at once, [row][column], without words."""
+    rows, columns = len(colors), len(colors[0])
+    squares = [[channels(color) for color in row] for row in colors]
+    axes.imshow(squares, extent=(0, columns, rows, 0), interpolation="nearest", aspect="auto")
+    axes.hlines(range(rows + 1), 0, columns, color="white", linewidth=0.6)
+    axes.vlines(range(columns + 1), 0, rows, color="white", linewidth=0.6)
+    axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[], xlabel=xlabel, ylabel=ylabel)
+    axes.spines[:].set_visible(False)
