@@ -36,6 +36,7 @@ class File:
     sequence_parallel  with tp it may be off (False), on (True)
     even_stages     stages have equally many layers
     told_stages     layers of each stage can be told
+    folds_all       whole experts go over all ranks of cp and tp only, not over some of them
     families        of models
     lacks           parts of models: those of `plan/config_files.py`
     """
@@ -57,6 +58,7 @@ class File:
     sequence_parallel: tuple[bool, ...] = (False, True)
     even_stages: bool = False
     told_stages: bool = True
+    folds_all: bool = False
     families: tuple[str, ...] = ("llama", "gpt")
     lacks: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -254,6 +256,7 @@ ENGINES: dict[str, Engine] = {
                 cp_shardings=("zigzag",),
                 regathers=(False,),
                 sequence_parallel=(True,),
+                folds_all=True,  # distributed/parallel_dims.py, _validate
             ),
         ),
         Engine(

@@ -443,8 +443,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plan.option": {
         "Option": "made by work_out",
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
-        "seconds_of": {"job": JOB, "run": RUN},
-        "memory_in_words": {"bytes_by_kind": {"parameters": 1e9}, "usable_bytes": 8e10},
     },
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},

@@ -130,15 +130,6 @@ def sequence_parallel(model: str, seq_len: int, tp: int, base: str = "tp") -> di
     }
 
 
-def tensor_cut(model: str, tp: int) -> dict:
-    """Whether a model can be cut for tp ranks, and how many of them share a key/value head."""
-    try:
-        narrow(preset(model), tp)
-    except ValueError:
-        return {"allowed": False, "copies": 0}
-    return {"allowed": True, "copies": kv_replication(preset(model), tp)}
-
-
 # ---- messages
 
 
@@ -178,22 +169,6 @@ def tensor_sums(model: str, tp: int, seq_len: int, sp: bool = False, passes: int
     }
 
 
-# ---- pipelines
-
-
 def clocked(schedule: str, pp: int, micro_batches: int, v: int = 1) -> Simulation:
     """A schedule whose forward and backward take one slot each, as the charts of the claims have them."""
     return simulate(make(schedule, pp, micro_batches, v), Costs(1.0, 0.5, 0.5))
-
-
-# ---- speed
-
-
-def published_steps(model: str, together: bool = True) -> dict:
-    """What SP with selective in place of full recomputation gains a step of Megatron, or SP alone a layer; the MFU."""
-    if not together:
-        return {"times": sum(LAYER_OF_22B_MS["kept"]) / sum(LAYER_OF_22B_MS["kept, sequence parallel"])}
-    layers, h, heads, batch, gpus, full_s, both_s = STEPS[model]
-    config = ModelConfig(model, layers, h, heads, heads, 4 * h, 51_200, 2048, tied=True, family="gpt")
-    flops = step_flops(config, batch * 2048, 2048)
-    return {"times": full_s / both_s, "mfu": mfu(flops, both_s, gpus, GPUS["a100-80"].bf16_flops)}

@@ -14,7 +14,7 @@ from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, comp
 from course_lib.engines import ENGINES
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.config_files import WRITERS
-from course_lib.plan.search import ENOUGH
+from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
 
 
@@ -111,7 +111,7 @@ def lines(found: Plan, show: int) -> list[str]:
         f"recipe {job.recipe}; engine {job.engine}; seconds are modelled, docs/PREDICTOR.md has the errors",
         *dict.fromkeys(option.estimate.note for option in found.ranked[:1] if option.estimate.note),
         "",
-        *table(found.ranked[:show], found.best),
+        *table(one_of_each_kind(found.ranked)[:show], found.best),
         "",
         *explain(found),
         "",

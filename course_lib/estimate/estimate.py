@@ -211,7 +211,6 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
     )
 
 
-@checked
 def spread_of(run: Run, cluster: Cluster, engine: Engine) -> Spread:
     """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too.
 

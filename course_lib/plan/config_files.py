@@ -99,6 +99,10 @@ def _refusals(file: File, run: Run) -> dict[str, bool]:
         and layout.sequence_parallel not in file.sequence_parallel,
         f"{config.num_layers} layers over {layout.num_stages} equal stages": file.even_stages
         and config.num_layers % layout.num_stages != 0,
+        f"whole experts over ep {layout.ep}, no multiple of cp x tp": file.folds_all
+        and config.moe is not None
+        and layout.folded
+        and layout.ep % (layout.cp * layout.tp) != 0,
         "layers_of_stage in this file": layout.layers_of_stage is not None and not file.told_stages,
         **{part: part in file.lacks and is_there for part, is_there in _parts_of(run).items()},
         # what the course's engines do, and few others
@@ -165,9 +169,6 @@ def _torchtitan(run: Run, gpus_per_node: int) -> str:
         "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
         and layout.ep > 1
         and layout.recompute != "none",
-        f"whole experts over ep {layout.ep}, no multiple of cp x tp": config.moe is not None
-        and layout.folded
-        and layout.ep % (layout.cp * layout.tp) != 0,  # torchtitan 0.2.1, distributed/parallel_dims.py, _validate
         "latent attention over cp": layout.cp > 1 and config.mla is not None,
         f"{config.name} among its models": not known
         and bool(config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm),

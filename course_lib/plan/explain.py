@@ -25,10 +25,11 @@ def _fit(plan: Plan) -> list[str]:
     job, best = plan.job, plan.best
     layout, recipe = best.layout, recipe_of(job.recipe)
     each = recipe.param_bytes + recipe.grad_bytes + recipe.master_bytes + recipe.moment_bytes
-    count = count_parameters(job.config)
+    count, name = count_parameters(job.config), job.cluster.gpu.name
+    article = "an" if name[0] in "AEFHILMNORSX" else "a"  # names are spelled letter by letter: an H100
     lines = [
-        f"1. Fit. {count / 1e9:.2f} billion parameters of {each} bytes are {count * each / GB:,.0f} GB of states; a "
-        f"{job.cluster.gpu.name} has {best.usable_bytes / GB:.1f} GB."
+        f"1. Fit. {count / 1e9:.2f} billion parameters of {each} bytes are {count * each / GB:,.0f} GB of states; "
+        f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
     if layout.tp > 1:
         lines.append(f"   tp {layout.tp}: each matrix is cut over {layout.tp} GPUs of a node; tokens between them too.")
@@ -58,6 +59,20 @@ def _batch(plan: Plan) -> list[str]:
         f"2. Batch. dp {layout.dp} x micro-batch {layout.micro_batch} x {layout.micro_batches} micro-batches = "
         f"{job.sequences:,} sequences,",
         f"   and {job.sequences:,} x {job.seq_len:,} tokens are {job.batch_tokens:,} tokens a step.",
+        *_no_plain_data(plan),
+    ]
+
+
+def _no_plain_data(plan: Plan) -> list[str]:
+    """Why dp over all GPUs, the simplest layout, is not among them."""
+    job = plan.job
+    low = job.sequences // job.num_gpus * job.num_gpus
+    if low == job.sequences:
+        return []
+    choose = " or ".join(f"{each:,}" for each in (low, low + job.num_gpus) if each)
+    return [
+        f"   dp {job.num_gpus} alone is not possible: {job.sequences:,} sequences are no multiple of {job.num_gpus:,} "
+        f"GPUs; {choose} would be."
     ]
 
 

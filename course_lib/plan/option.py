@@ -9,8 +9,7 @@ from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan.job import Job
 from course_lib.run import Run
-from course_lib.timing import step_time
-from course_lib.validate import Amount, check_fields, checked
+from course_lib.validate import check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,9 @@ class Option:
 
     @property
     def memory_in_words(self) -> str:
-        return memory_in_words(self.bytes_by_kind, self.usable_bytes)
-
-
-@checked
-def memory_in_words(bytes_by_kind: dict[str, Amount], usable_bytes: Amount) -> str:
-    """How much of what there is, and what takes most of it."""
-    kind = max(bytes_by_kind, key=bytes_by_kind.get)
-    return (
-        f"{sum(bytes_by_kind.values()) / GB:.1f} of {usable_bytes / GB:.1f} GB, most for {kind} "
-        f"({bytes_by_kind[kind] / GB:.1f} GB)"
-    )
+        """How much of what there is, and what takes most of it."""
+        kind, size = max(self.bytes_by_kind.items(), key=lambda one: one[1])
+        return f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} ({size / GB:.1f} GB)"
 
 
 @checked
@@ -101,9 +92,3 @@ def work_out(job: Job, layout: Layout) -> Option:
         )
     run = job.run(layout)
     return Option(run, estimate(run, job.cluster, job.engine))
-
-
-@checked
-def seconds_of(job: Job, run: Run) -> dict[str, float]:
-    """Return the seconds of a step as its estimate has them, without its memory, which takes longer to work out."""
-    return step_time(run, job.cluster, job.engine).parts

@@ -19,13 +19,15 @@ from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, seconds_of, work_out
+from course_lib.plan.option import Option, work_out
 from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.timing.step import least_waiting_slots, step_time
 from course_lib.validate import Size, checked
 
 ENOUGH = 16  # layouts of a list
 LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
+DECIDE_LAYERS = ("cp", "tp", "ep", "expert_tp", "sequence_parallel", "regather", "micro_batch", "recompute")
 OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
@@ -99,6 +101,14 @@ def _complexity(option: Option) -> tuple:
     return (option.verdict == "tight", -rows, axes, *extras, option.step_s)
 
 
+def one_of_each_kind(options: Sequence[Option]) -> list[Option]:
+    """The first of those that differ in nothing but how inputs are gathered and how shards are replicated."""
+    firsts: dict[Layout, Option] = {}
+    for option in options:
+        firsts.setdefault(replace(option.layout, regather=False, dp_replicate=1), option)
+    return list(firsts.values())
+
+
 def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
     """Those that no other beats in memory and in MFU, of options that stand fastest first."""
     kept: list[Option] = []
@@ -115,7 +125,8 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Opti
     A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
     is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
     """
-    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
+    found, lost, refused, num_tried, ties = [], [], [], 0, count()
+    known_s: dict[tuple, float] = {}
     waiting: list[tuple[float, int, Layout, bool]] = []
     next_s = 0.0
 
@@ -125,6 +136,12 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Opti
                 heapq.heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
             except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
+
+    def layers_s(job: Job, shape: Layout) -> float:
+        key = tuple(getattr(shape, name) for name in DECIDE_LAYERS)
+        if key not in known_s:
+            known_s[key] = _layers_s(job, shape)
+        return known_s[key]
 
     def least(shape: Layout) -> float:
         return least_s(job, shape, layers_s)
@@ -150,7 +167,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Opti
             layouts = sharded(job, layout)
             small = [one for one in layouts if least_states(job, one) <= job.cluster.gpu.usable_bytes]
             num_tried += len(layouts) - len(small)
-            wait(small, lambda one: sum(seconds_of(job, job.run(one)).values()), is_shape=False)
+            wait(small, lambda one: sum(_seconds_of(job, one).values()), is_shape=False)
             wait(leaner(job, layout), least, is_shape=True)
             continue
         num_tried += 1
@@ -177,21 +194,28 @@ def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
 def least_s(job: Job, layout: Layout, layers_s=None) -> float:
     """Seconds that a step takes at least: the work of all layers, spread over the pipeline's ranks as well as can be.
 
-    Where backward is not split, rank r has m micro-batches to do, and the stages before it one: with c_r for a
-    micro-batch on rank r a step takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are
-    equal, and then is the sum of all c over 1 - (1 - 1/m)^pp.
+    Of 1F1B rank r has m micro-batches to do, and the stages before it one: with c_r for a micro-batch on rank r a step
+    takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are equal, and then is the sum
+    of all c over 1 - (1 - 1/m)^pp. Of other schedules the waits of equal stages are known.
     """
-    dp, zero_stage = layout.ep // gcd(layout.ep, layout.cp), 0 if job.offload.parameters == "device" else 3
-    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
-    one_s = (layers_s or _layers_s)(job, replace(layout, pp=1, dp=dp, **alike))
-    m = layout.micro_batches
+    one_s, m = (layers_s or _layers_s)(job, layout), layout.micro_batches
     if layout.schedule == "1f1b":
         return one_s / (1 - (1 - 1 / m) ** layout.pp)
-    return m * one_s / layout.pp
+    return (m + least_waiting_slots(layout.schedule, layout.pp, layout.v)) * one_s / layout.pp
+
+
+def _seconds_of(job: Job, layout: Layout) -> dict[str, float]:
+    """Seconds of a step by part, as its estimate has them, without its memory, which takes longer to work out."""
+    return step_time(job.run(layout), job.cluster, job.engine).parts
 
 
 def _layers_s(job: Job, layout: Layout) -> float:
-    return sum(seconds for part, seconds in seconds_of(job, job.run(layout)).items() if part in OF_LAYERS)
+    """Seconds of all layers on one stage, for one micro-batch."""
+    among = layout.cp * (layout.tp if layout.folded else 1)
+    dp, zero_stage = layout.ep // gcd(layout.ep, among), 0 if job.offload.parameters == "device" else 3
+    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    alone = replace(layout, pp=1, dp=dp, **alike)
+    return sum(seconds for part, seconds in _seconds_of(job, alone).items() if part in OF_LAYERS)
 
 
 def least_states(job: Job, layout: Layout) -> float:

@@ -39,10 +39,10 @@ def shapes(job: Job) -> Iterator[Layout]:
         alone = dp * cp == 1 and tp * pp > 1
         if left or job.sequences % dp or not _divides(job, cp) or (alone and job.facts.file.data_needed):
             continue
-        for ep, micro_batch in product(_expert_sizes(job, dp * cp), MICRO_BATCHES):
+        for (ep, expert_tp), micro_batch in product(_expert_sizes(job, dp, cp, tp), MICRO_BATCHES):
             micro_batches, left = divmod(job.sequences // dp, micro_batch)
             if not left:
-                sizes = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
+                sizes = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
                 yield from _of_sizes(job, sizes | {"micro_batch": micro_batch, "micro_batches": micro_batches})
 
 
@@ -65,12 +65,17 @@ def _divides(job: Job, cp: int) -> bool:
     return cp == 1 or (job.seq_len % (2 * cp) == 0 and job.seq_len // cp >= LEAST_TOKENS)
 
 
-def _expert_sizes(job: Job, data: int) -> list[int]:
-    if job.config.moe is None or "ep" not in job.facts.file.axes:
-        return [1]
+def _expert_sizes(job: Job, dp: int, cp: int, tp: int) -> list[tuple[int, int | None]]:
+    """(ep, expert_tp): over dp and cp with matrices cut over tp (None), and whole experts over tp's ranks too (1)."""
+    file = job.facts.file
+    if job.config.moe is None or "ep" not in file.axes:
+        return [(1, None)]
     num_experts = job.config.moe.num_experts
-    sizes = [ep for ep in divisors(data) if num_experts % ep == 0]
-    return [ep for ep in sizes if num_experts // ep <= MOST_EXPERTS] or sizes[-1:]
+    sizes = [(ep, None) for ep in divisors(dp * cp) if num_experts % ep == 0]
+    if tp > 1 and job.seq_len // cp % tp == 0:
+        whole = [ep for ep in divisors(dp * cp * tp) if num_experts % ep == 0 and ep > 1]
+        sizes += [(ep, 1) for ep in whole if ep % (cp * tp) == 0 or not file.folds_all]
+    return [one for one in sizes if num_experts // one[0] <= MOST_EXPERTS] or [max(sizes, key=lambda one: one[0])]
 
 
 def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:

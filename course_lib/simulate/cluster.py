@@ -179,6 +179,7 @@ def check_engine(run: Run) -> None:
             "offload": run.offload != Offload(),
             "FP8": run.fp8,
             "a loss in chunks": run.loss_chunks > 1,
+            "recomputation of operators": run.operators,
         }.items()
         if is_asked
     ]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import inf
 
 from course_lib.hardware import MEASURED_PER_NODE, Cluster, Link, measured_bus_bandwidth
-from course_lib.layout import Layout
+from course_lib.layout import Layout, Mesh
 from course_lib.traffic import Call
 from course_lib.validate import Amount, Positive, Size, checked, one_of
 
@@ -277,9 +277,13 @@ def ring_link(layout: Layout, cluster: Cluster, axis: str = "cp") -> Link:
     return cluster.inside if len(_first_groups(layout)[axis]) <= here else cluster.between
 
 
-@lru_cache(maxsize=1024)
 def _first_groups(layout: Layout) -> dict[str, list[int]]:
-    return layout.members(0)
+    return _groups_of_rank_0(layout.mesh, layout.ep, layout.dp_replicate, layout.folded)
+
+
+@lru_cache(maxsize=1024)  # layouts that differ in their batch, in ZeRO or in recomputation have the same
+def _groups_of_rank_0(mesh: Mesh, ep: int, replicas: int, folded: bool) -> dict[str, list[int]]:
+    return mesh.members(0, ep, replicas, folded)
 
 
 def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) -> float:

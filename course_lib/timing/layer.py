@@ -101,7 +101,7 @@ def stages_of(run: Run, engine: Engine) -> list[int]:
 
 def layer_times(case: Case, experts: bool) -> Times:
     """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
-    return _cached_layer(_known(case), experts)
+    return _cached_layer(known(case), experts)
 
 
 _OF_A_LAYER = (
@@ -111,7 +111,7 @@ _OF_A_LAYER = (
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """What equals another if its key does: a layer depends on few fields of its run."""
 
     key: tuple
@@ -121,17 +121,18 @@ class _Known:
 _OF_CALLS = len(_OF_A_LAYER) + 4  # of a key: what calls depend on
 
 
-def _known(case: Case) -> _Known:
+def known(case: Case, *more) -> Known:
+    """A case by what its layers depend on, and by what else is given."""
     run, layout = case.run, case.run.layout
     of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if layout.ep > 1 else 1)
     of_run = (run.config, run.seq_len, run.recipe)
     rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1)
     rest += (case.nodes, case.cluster, case.engine, case.rates)
-    return _Known((*of_layout, *of_run, *rest), case)
+    return Known((*of_layout, *of_run, *rest, *more), case)
 
 
 @lru_cache(maxsize=8192)
-def _cached_layer(known: _Known, experts: bool) -> Times:
+def _cached_layer(known: Known, experts: bool) -> Times:
     case = known.of
     run, layout, engine = case.run, case.run.layout, case.engine
     config = _one_layer(run.config, experts)
@@ -147,7 +148,7 @@ def _cached_layer(known: _Known, experts: bool) -> Times:
         "operators": _repeated(config) * linear_s + small_s,
     }["operators" if run.operators else layout.recompute]
 
-    one, listed = _alone(_Known(known.key[:_OF_CALLS], run), experts)
+    one, listed = _alone(Known(known.key[:_OF_CALLS], run), experts)
     inside = [call for call in listed["tp"] if call.place in _OF_LAYERS]
     tp_forward_s, tp_backward_s = _tp_s(case, inside)
     shares = Utilisation(min(1.0, _matmul_share(case)), attention_share(case.cluster.gpu))
@@ -185,7 +186,7 @@ def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
 
 
 @lru_cache(maxsize=8192)
-def _alone(known: _Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
+def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     """The run of one layer without a pipeline, and its calls."""
     run = known.of
     ep = run.layout.ep if experts else 1
@@ -219,15 +220,15 @@ def _least_s(case: Case) -> float:
 
 
 def ends_times(case: Case, first: bool, last: bool) -> Times:
-    return _cached_ends(_known(case), first, last)
+    return _cached_ends(known(case), first, last)
 
 
 @lru_cache(maxsize=8192)
-def _cached_ends(known: _Known, first: bool, last: bool) -> Times:
+def _cached_ends(known: Known, first: bool, last: bool) -> Times:
     """Embedding and head: the head's products stay in BF16, whatever the layers compute in."""
     case = known.of
     run, layout, config = case.run, case.run.layout, case.run.config
-    listed = _alone(_Known(known.key[:_OF_CALLS], run), config.moe is not None)[1]["tp"]
+    listed = _alone(Known(known.key[:_OF_CALLS], run), config.moe is not None)[1]["tp"]
     ends = [call for call in listed if call.place not in _OF_LAYERS]
     wanted = [call for call in ends if (first if call.place == "embedding" else last)]
     tp_s = calls_s(wanted, layout, case.cluster, "tp")

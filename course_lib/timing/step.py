@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from course_lib.engines import Engine, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
@@ -42,7 +42,7 @@ from course_lib.schedules import make, stages_per_rank
 from course_lib.schedules.simulator import Costs, clock
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.exchange import exposed_data_s, update_s
-from course_lib.timing.layer import Case, Times, ends_times, layer_times, stages_of
+from course_lib.timing.layer import Case, Known, Times, ends_times, known, layer_times, stages_of
 from course_lib.timing.rates import RATES, Rates
 from course_lib.timing.rates import mfu as mfu_of
 from course_lib.validate import Size, checked
@@ -113,8 +113,7 @@ def step_time(run: Run, cluster: Cluster, engine: str | Engine = "course", rates
     """
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
-    ranks = _rank_times(layout, _stage_times(case))
-    busiest, bubble_s = _pipeline(layout, ranks)
+    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *(getattr(layout, name) for name in _OF_A_PIPELINE)))
     spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in _SPENT}
     data_s = max(exposed_data_s(case, ranks[pp_rank], pp_rank) for pp_rank in {0, layout.pp - 1})
     num_tokens = layout.sequences_per_step * run.seq_len
@@ -132,6 +131,17 @@ def step_time(run: Run, cluster: Cluster, engine: str | Engine = "course", rates
         causal_flops=num_tokens * (flops_per_token(config, run.seq_len, causal=True) - frozen),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
+
+
+_OF_A_PIPELINE = ("pp", "schedule", "v", "micro_batches", "layers_of_stage")
+
+
+@lru_cache(maxsize=1024)
+def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
+    """Each rank's micro-batch, the busiest rank, what it waits for: layouts that differ in ZeRO have them in common."""
+    layout = known.of.run.layout
+    ranks = _rank_times(layout, _stage_times(known.of))
+    return ranks, *_pipeline(layout, ranks)
 
 
 def _message_waits(layout: Layout) -> int:
@@ -169,9 +179,18 @@ def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     return busiest, sum(slots) / layout.pp * _waiting_slots(layout.schedule, layout.pp, few, layout.v)
 
 
+def least_waiting_slots(name: str, pp: int, v: int) -> float:
+    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp just as long."""
+    forward, inputs, weights = _SHARES_OF_PASSES
+    return (pp - 1) * {"interleaved": 1 / v, "zb_h1": forward + inputs - weights}.get(name, 0.0)
+
+
 @lru_cache(maxsize=1024)
 def _waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
     """What the simulator finds of equal stages: how many micro-batches' time a rank waits in a step."""
+    least = least_waiting_slots(name, pp, v)
+    if least and micro_batches >= pp:
+        return least
     costs = Costs(*(share / stages_per_rank(name, v) for share in _SHARES_OF_PASSES))
     found = clock(make(name, pp, micro_batches, v), costs)
     return found.makespan_s - max(found.busy_s)
@@ -227,14 +246,17 @@ def _stage_times(case: Case) -> list[Times]:
     """The times of each stage: so many dense layers, so many with experts, and the two ends."""
     layers = stages_of(case.run, case.engine)
     config, found, before, last = case.run.config, [], 0, len(layers) - 1
-    for stage, count in enumerate(layers):
-        dense = count - config.moe_layers_before(before + count) + config.moe_layers_before(before)
+
+    @cache
+    def times_of(dense: int, moe: int, first: bool, last: bool) -> Times:
         times = Times()
-        for number, experts in ((dense, False), (count - dense, True)):
+        for number, experts in ((dense, False), (moe, True)):
             if number:
                 times = times.plus(layer_times(case, experts), number)
-        if stage in (0, last):
-            times = times.plus(ends_times(case, stage == 0, stage == last))
+        return times.plus(ends_times(case, first, last)) if first or last else times
+
+    for stage, count in enumerate(layers):
+        moe = config.moe_layers_before(before + count) - config.moe_layers_before(before)
+        found.append(times_of(count - moe, moe, stage == 0, stage == last))
         before += count
-        found.append(times)
     return found

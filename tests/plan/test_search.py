@@ -13,7 +13,16 @@ from course_lib.estimate import estimate
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan import Job, explain, search, work_out
-from course_lib.plan.search import TOLD_APART, advised, differences, front, least_s, least_states, ranked_s
+from course_lib.plan.search import (
+    TOLD_APART,
+    advised,
+    differences,
+    front,
+    least_s,
+    least_states,
+    one_of_each_kind,
+    ranked_s,
+)
 from course_lib.plan.space import leaner, shapes, sharded
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -220,6 +229,33 @@ def test_what_cannot_be_is_told():
 
 def test_experts_are_shared_where_there_are_ranks_to_share_them():
     many = replace(preset("deepseek-v3"), num_layers=4)
-    found = {(one.data_size, one.ep) for one in shapes(Job(many, H100, 64, 4096, 64 * 4096))}
-    assert {ep for data_size, ep in found if data_size >= 8} == {8, 16, 32, 64}
-    assert {one for one in found if one[0] < 8} == {(2, 2), (4, 4)}
+    layouts = list(shapes(Job(many, H100, 64, 4096, 64 * 4096)))
+    assert {one.ep for one in layouts if one.data_size >= 8} == {8, 16, 32, 64}
+    assert all(one.data_size >= 8 for one in layouts if not one.folded)
+    assert {(2, 8), (2, 16), (4, 8)} <= {(one.data_size, one.ep) for one in layouts if one.folded}
+    alone = {(one.data_size, one.ep) for one in shapes(Job(many, replace(H100, gpus_per_node=1), 4, 4096, 64 * 4096))}
+    assert alone == {(1, 1), (2, 2), (4, 4)}
+
+
+def test_whole_experts_go_over_tps_ranks_where_the_engine_has_them_so():
+    job = Job(MODELS["experts"], replace(H100, gpus_per_node=4), 16, 512, 64 * 512)
+    for engine, all_of_tp in (("course", False), ("megatron", False), ("torchtitan", True)):
+        folded = [one for one in shapes(replace(job, engine=engine)) if one.folded and one.tp > 1]
+        assert folded and all(one.expert_tp == 1 and one.sequence_parallel for one in folded)
+        assert all(one.ep % (one.cp * one.tp) == 0 for one in folded) is all_of_tp
+        assert any(one.ep > one.data_size for one in folded)
+    assert {one.ep for one in shapes(replace(job, engine="fsdp2"))} == {1}
+
+
+def test_a_table_has_one_of_each_kind():
+    job = replace(ROOMY, num_gpus=16)
+    texts = ("dp=8,tp=2,sequence_parallel=true,zero_stage=3,micro_batches=4", "dp=16,zero_stage=3,micro_batches=2")
+    first, second = (work_out(job, Layout.parse(text)) for text in texts)
+    twins = [work_out(job, replace(first.layout, **change)) for change in ({"regather": True}, {"dp_replicate": 2})]
+    assert one_of_each_kind([twins[0], first, second, twins[1]]) == [twins[0], second]
+
+
+def test_where_the_batch_is_no_multiple_of_the_gpus_it_is_told():
+    job = replace(ROOMY, cluster=replace(H100, gpus_per_node=6), num_gpus=6)
+    assert any("dp 6 alone is not possible: 32 sequences are no" in line for line in explain(search(job, 1)))
+    assert not any("alone is not possible" in line for line in explain(search(ROOMY, 1)))

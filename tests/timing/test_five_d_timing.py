@@ -12,10 +12,12 @@ from course_lib.hardware import PUBLISHED_CP_THROUGHPUT, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.flats import flats_of
 from course_lib.run import Run
-from course_lib.schedules import bubble, make, simulate
+from course_lib.schedules import Costs, bubble, make, simulate
+from course_lib.schedules.simulator import clock
 from course_lib.timing import RATES, Rates, calls_s, collective_s, ranks_in_a_node, stage_costs, step_time
 from course_lib.timing.layer import Case, network_s
 from course_lib.timing.rates import RANGES
+from course_lib.timing.step import least_waiting_slots
 from course_lib.traffic import stage_calls
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -189,6 +191,19 @@ def test_equal_stages_wait_as_the_closed_form_says():
         assert time.bubble_s / time.compute_s == pytest.approx(bubble(name, 4, 8, v).of_ideal, rel=0.01)
     slow = step_time(_run(config, layout), replace(H100, gpus_per_node=1))
     assert slow.transfer_s > time.transfer_s > 0
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("1f1b", 1)])
+def test_equal_stages_wait_at_least_as_said_and_with_enough_micro_batches_as_long(schedule, v):
+    for pp, m in ((2, 2), (4, 8), (6, 6), (4, 2), (8, 4)):
+        if m < pp and schedule == "interleaved":
+            continue  # it takes rounds of pp micro-batches
+        shares = [share / v for share in (0.33, 0.36, 0.31)]
+        found = clock(make(schedule, pp, m, v), Costs(*shares))
+        waits, least = found.makespan_s - max(found.busy_s), least_waiting_slots(schedule, pp, v)
+        assert least <= waits + 1e-9
+        if m >= pp and schedule != "1f1b":
+            assert least == pytest.approx(waits)
 
 
 @pytest.mark.parametrize("seed", range(10))
