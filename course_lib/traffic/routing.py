@@ -24,8 +24,10 @@ In backward each row's gradient goes the way back: as many rows as forward, in t
 Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin et al. 2020 (arXiv:2006.16668)
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from course_lib.layout.experts import METHODS, ExpertLayout
@@ -42,10 +44,8 @@ Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested 
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
-    import numpy as np  # here: floor 0 imports without it
-
-    chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
-    return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
+    found = [Counter(chain.from_iterable(_rows(expert_Tk))) for expert_Tk in experts]
+    return [[counts[expert] for expert in range(num_experts)] for counts in found]
 
 
 @checked
@@ -84,12 +84,13 @@ def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Ro
 
 def _tokens_touching(expert_Tk: Any, width: int, places: int) -> list[int]:
     """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
-    import numpy as np
+    touched = Counter(place for row in _rows(expert_Tk) for place in {expert // width for expert in row})
+    return [touched[place] for place in range(places)]
 
-    expert_Tk = np.asarray(expert_Tk)
-    touched_TP = np.zeros((len(expert_Tk), places + 1), dtype=bool)
-    np.put_along_axis(touched_TP, np.where(expert_Tk < 0, places, expert_Tk // width), True, axis=1)
-    return touched_TP[:, :places].sum(0).tolist()
+
+def _rows(expert_Tk: Any) -> list[list[int]]:
+    """The experts of each token as lists, whatever holds them."""
+    return expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
 
 
 # ------------------------------------------------------------------------------------ bytes
@@ -179,9 +180,7 @@ def moe_traffic(
     }[method]()
     back, row, ids, weights = [way_back(rows) for rows in there], d_model * itemsize, 0, 0
     if method.startswith("once"):
-        import numpy as np
-
-        top_k = np.shape(experts[0])[1]
+        top_k = next((len(chosen) for expert_Tk in experts for chosen in expert_Tk), 0)
         ids, weights = top_k * ID_BYTES, top_k * max(4, itemsize)
 
     def hop_by_hop(hops: Sequence[Rows], row_bytes: int) -> list[Sent]:
