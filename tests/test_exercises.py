@@ -1,31 +1,15 @@
-"""Each exercise: the reference passes, named wrong answers fail with a message of their own, an undone one says so.
+"""Each exercise: the solution's answer passes, a wrong one is told its own message, an undone one says so.
 
-For the writer of a chapter: beside `solutions/NN_stem.ipynb`, with a cell `check_x(answer)` below each exercise, write
-`tests/wrong/chNN.py`:
-
-    from course_lib.checks.ranks import check_ring_all_reduce
-
-    def one_trip_only(x_P, group): ...          # the name says what is wrong with it
-
-    WRONG = {
-        "ring_all_reduce": {                     # the answer's name, as in the solution's check cell
-            "check": check_ring_all_reduce,
-            "answers": [(one_trip_only, "only your own piece"), ...],     # (answer, a part of its message)
-        },
-    }
-
-At least three answers an exercise; each part is found in the message of its own answer and in no other's. An answer may
-also be a number or a class. The references are read from the solution notebook (`load_solution`), the undone
-exercises from exercises/; both run without a kernel.
+The graders are in course_lib/checks/, tables (table.py) or by hand, with their wrong answers, which all are asked by
+tests/checks/test_tables.py. The solutions are read from their notebooks (`load_solution`), the undone exercises from
+exercises/; both run without a kernel.
 """
 
 import ast
 import importlib
-import importlib.util
 import random
 import re
 
-import cloudpickle
 import nbclient
 import pytest
 from harness import sampled
@@ -57,18 +41,9 @@ def grader_of(stem: str, check_name: str):
     return getattr(importlib.import_module(f"course_lib.checks.ch{stem[:2]}"), check_name)
 
 
-def wrong_answers(stem: str) -> dict:
-    answers = {}
-    if importlib.util.find_spec(f"wrong.ch{stem[:2]}"):
-        module = importlib.import_module(f"wrong.ch{stem[:2]}")
-        cloudpickle.register_pickle_by_value(module)  # ranks do not have tests/ on their path
-        answers |= module.WRONG
-    for _, check_name, answer in (exercise for exercise in EXERCISES if exercise[0] == stem):
-        check = grader_of(stem, check_name)
-        if check.wrong is not None:
-            told = {**check.wrong, **getattr(check, "breaks", {})}
-            answers[answer] = {"check": check, "answers": [(wrong, part) for part, wrong in pairs(told)]}
-    return answers
+def wrong_answers(check) -> list[tuple[str, object]]:
+    """(a part of what it is told, wrong answer) for each that the grader knows."""
+    return pairs({**check.wrong, **getattr(check, "breaks", {})})
 
 
 def definitions(path: str) -> dict:
@@ -77,64 +52,43 @@ def definitions(path: str) -> dict:
     return LOADED[path]
 
 
-# Their wrong answers are all for make test-exhaustive; their references pass in the solutions' own notebooks.
+# Wrong answers of these are for make test-exhaustive; their solutions pass in the solutions' own notebooks.
 LONG = {"MyZero3", "MyZero2", "MyTensorParallel", "MySequenceParallel", "MyDDP", "MyPipeline", "my_choice"}
-
-
-def one_of(stem: str, answer: str) -> int:
-    """Which wrong answer make test gives to the grader; make test-exhaustive gives it the others."""
-    return random.Random(answer).randrange(len(wrong_answers(stem)[answer]["answers"]))
 
 
 @pytest.mark.parametrize(
     ("stem", "check_name", "answer"), sampled([case for case in EXERCISES if case[2] not in LONG], 28)
 )
-def test_the_reference_passes_and_a_wrong_answer_fails_with_its_own_message(stem, check_name, answer, capsys):
-    entry = wrong_answers(stem)[answer]
-    entry["check"](definitions(f"solutions/{stem}.ipynb")[answer])
+def test_the_solution_passes_and_a_wrong_answer_is_told_its_own_message(stem, check_name, answer, capsys):
+    check = grader_of(stem, check_name)
+    check(definitions(f"solutions/{stem}.ipynb")[answer])
     assert capsys.readouterr().out == f"{check_name}: passed\n"
-    fails_with_its_own_message(entry, one_of(stem, answer))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
-def test_every_other_wrong_answer_fails_with_its_own_message(stem, check_name, answer):
-    entry = wrong_answers(stem)[answer]
-    if grader_of(stem, check_name).wrong is not None:
-        return  # tests/checks/test_tables.py
-    seen = set() if answer in LONG else {one_of(stem, answer)}
-    for number in set(range(len(entry["answers"]))) - seen:
-        fails_with_its_own_message(entry, number)
-
-
-def fails_with_its_own_message(entry: dict, number: int) -> None:
-    wrong, own = entry["answers"][number]
+    part, wrong = random.Random(answer).choice(wrong_answers(check))
     with pytest.raises(CheckFailed) as failure:
-        entry["check"](wrong)
-    found = list(dict.fromkeys(part for _, part in entry["answers"] if part in str(failure.value)))
-    assert found == [own], f"{getattr(wrong, '__name__', wrong)}: {failure.value}"
+        check(wrong)
+    assert {one for one, _ in wrong_answers(check) if one in str(failure.value)} == {part}
 
 
 @pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
-def test_a_grader_has_three_wrong_answers_each_with_its_own_message(stem, check_name, answer):
-    entry = wrong_answers(stem)[answer]
-    assert entry["check"].__name__ == check_name
-    parts = [part for _, part in entry["answers"]]
-    assert len(parts) >= 3 and (grader_of(stem, check_name).wrong is not None or len(set(parts)) == len(parts))
+def test_a_grader_has_its_name_and_three_wrong_answers(stem, check_name, answer):
+    check = grader_of(stem, check_name)
+    assert check.__name__ == check_name
+    assert len({part for part, _ in wrong_answers(check)}) >= 3
 
 
 @pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
 def test_an_exercise_that_is_not_done_says_so(stem, check_name, answer):
     undone = definitions(f"exercises/{stem}.ipynb").get(answer)  # None where the whole cell is to be written
     with pytest.raises(NotImplementedError, match="your code goes here"):
-        wrong_answers(stem)[answer]["check"](undone)
+        grader_of(stem, check_name)(undone)
 
 
 @pytest.mark.parametrize("stem", [path.stem for path in notebook_paths("solutions")])
-def test_a_chapter_has_four_exercises_or_more_and_no_wrong_answers_without_one(stem):
-    answers = [answer for name, _, answer in EXERCISES if name == stem]
-    assert len(answers) >= 4
-    assert set(wrong_answers(stem)) == set(answers)
+def test_a_chapter_has_four_exercises_or_more_and_no_grader_without_one(stem):
+    graders = vars(importlib.import_module(f"course_lib.checks.ch{stem[:2]}"))
+    checks = [check for name, check, _ in EXERCISES if name == stem]
+    assert len(checks) >= 4
+    assert set(checks) == {name for name in graders if name.startswith("check_")}
 
 
 @pytest.mark.parametrize("stem", [path.stem for path in notebook_paths("solutions")])

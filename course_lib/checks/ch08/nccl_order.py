@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 from course_lib.checks.core import fail
 
 HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
-HUNG = "Timed out waiting"  # as gloo says it
+HUNG = ("Timed out waiting", "Connection closed by peer", "time limit")  # as gloo says it, or the launcher; an echo of
+# another rank's end is told only if every rank's error is one
 
 
 @dataclass

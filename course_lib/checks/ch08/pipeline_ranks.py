@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,115 +16,236 @@ from course_lib.checks.core import (
     fresh_seed,
     grader,
     numbers,
-    observed,
     run_ranks,
 )
+from course_lib.checks.table import Exercise
 
 DEADLOCK_S = 6.0  # a launch takes under a second
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves
-@grader
-def check_split_backward(answer, rng):
-    """dx from the first half, every weight's gradient from the second, and nothing done twice."""
+def split(zeros="of y", keep=lambda h, y, grad, dz: (h, dz), product=None, back=False):
+    """Both halves. A mistake has zeros of h or none, keeps other tensors, or makes other products of the two kept."""
+
+    class Split:
+        @staticmethod
+        def input_half(x, linears, grad):
+            inputs, outputs = [], []
+            for W in linears:
+                inputs.append(x)
+                x = torch.relu(x @ W.T)
+                outputs.append(x)
+            kept = []
+            for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
+                dz = grad * (y > 0) if zeros == "of y" else grad
+                kept.append(keep(h, y, grad, dz))
+                grad = (dz @ W) * (h > 0) if zeros == "of h" else dz @ W
+            return grad, kept if back else kept[::-1]
+
+        @staticmethod
+        def weight_half(kept):
+            return [product(*pair) if product else pair[1].T @ pair[0] for pair in kept]
+
+    return Split
+
+
+class KeepsTwoLists:
+    """The first half keeps a pair of lists, and fills one from the end."""
+
+    @staticmethod
+    def input_half(x, linears, grad):
+        hidden = [x]
+        for W in linears:
+            hidden.append(torch.nn.functional.relu(torch.nn.functional.linear(hidden[-1], W)))
+        grads = []
+        for W, y in zip(linears[::-1], hidden[:0:-1], strict=True):
+            grads.insert(0, grad * (y > 0))
+            grad = torch.matmul(grads[0], W)
+        return grad, (hidden[:-1], grads)
+
+    @staticmethod
+    def weight_half(kept):
+        return tuple(torch.matmul(dz.T, h) for h, dz in zip(*kept, strict=True))
+
+
+class ByAutograd:
+    """Both halves at once."""
+
+    @staticmethod
+    def input_half(x, linears, grad):
+        x.requires_grad_()
+        h = x
+        for W in linears:
+            h = torch.relu(h @ W.T)
+        h.backward(grad)
+        return x.grad, linears
+
+    @staticmethod
+    def weight_half(kept):
+        return [W.grad for W in kept]
+
+
+def stages(rng):
+    """Relu lets neither nothing nor everything through anywhere: mistakes would not show then."""
     while True:
-        x, linears, grad = _drawn_stage(rng)
-        want, no_relu = _gradients(x, linears, grad, True), _gradients(x, linears, grad, False)
-        if not _tells_nothing(want, no_relu):
-            break
-    tokens = len(x)
-    wrong_x = {
-        "relu passes no gradient where it gave 0": no_relu[0],
-        "relu's zeros are those of its output; these are of the input of the linear before it": want[4],
-    }
-    given = x, linears, grad
-    grad_x, kept = observed(_input_half, answer, *given)
-    expect_close(grad_x, want[0], "the gradient of x", wrong_x)
-    _expect_no_weight_gradient(kept, want[1])
-    products = observed(_weight_half, answer, *given)
+        generator, tokens = fresh_generator(rng), rng.randrange(5, 9)
+        widths = [rng.randrange(3, 7) for _ in range(rng.choice([3, 4]))]
+        linears = [numbers(generator, b, a) for a, b in pairwise(widths)]
+        x, grad = numbers(generator, tokens, widths[0]), numbers(generator, tokens, widths[-1])
+        hidden, shares = x, []
+        for W in linears:
+            hidden = torch.relu(hidden @ W.T)
+            shares.append((hidden > 0).double().mean())
+        if min(shares) > 0.1 and max(shares) < 0.9:
+            return [(x, linears, grad)]
+
+
+def watch_split(answer, x, linears, grad):
+    """Without autograd, which would do both halves at once."""
+    try:
+        with torch.inference_mode():
+            pair = answer.input_half(x, linears, grad)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                say = "input_half: return two things: the gradient of x, and what weight_half needs"
+                return {"error": f"no pair\n{say}"}
+            kept = list(_tensors(pair[1]))
+            products = answer.weight_half(pair[1])
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        return {"error": "autograd\nautograd does both halves at once; write the products yourself"}
     if not isinstance(products, list | tuple) or len(products) != len(linears):
-        fail(f"weight_half: return {len(linears)} gradients, one for each weight")
-    if all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(products, reversed(want[1]), strict=True)):
-        fail("weight_half: the gradients come in the order of backward; return them in the order of the weights")
-    for index, (mine, right) in enumerate(zip(products, want[1], strict=True)):
-        wrong = {
-            "this is its transpose; a gradient has the shape of its weight": right.T,
-            "it has dy where dz belongs: relu's zeros are missing": want[2][index],
-            "averaged over tokens; it is their sum": right / tokens,
-            "it has the output of its linear where the input belongs": want[3][index],
-        }
-        expect_close(mine, right, f"the gradient of weight {index}", wrong)
-
-
-def _input_half(answer, x: Tensor, linears: list[Tensor], grad: Tensor) -> tuple:
-    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
-        got = answer.input_half(x.clone(), [W.clone() for W in linears], grad.clone())
-    if not isinstance(got, tuple) or len(got) != 2:
-        fail("input_half: return two things: the gradient of x, and what weight_half needs")
-    return got
-
-
-def _weight_half(answer, *given) -> object:
-    _, kept = _input_half(answer, *given)
-    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
-        return answer.weight_half(kept)
-
-
-def _drawn_stage(rng) -> tuple[Tensor, list[Tensor], Tensor]:
-    generator, tokens = fresh_generator(rng), rng.randrange(5, 9)
-    widths = [rng.randrange(3, 7) for _ in range(rng.choice([3, 4]))]
-    x = numbers(generator, tokens, widths[0])
-    linears = [numbers(generator, b, a) for a, b in pairwise(widths)]
-    return x, linears, numbers(generator, tokens, widths[-1])
-
-
-def _tells_nothing(want: tuple, no_relu: tuple) -> bool:
-    """Whether relu lets nothing or everything through somewhere: mistakes do not show then."""
-    nothing = any(not part.any() for part in (want[0], *want[1]))
-    everything = any(torch.equal(*pair) for pair in zip((want[0], *want[1]), (no_relu[0], *want[2]), strict=True))
-    return nothing or everything or torch.equal(want[0], want[4])
-
-
-def _refused(*args, **kwargs):
-    raise CheckFailed("autograd does both halves at once; write the products yourself")
-
-
-def _expect_no_weight_gradient(kept, gradients: list[Tensor]) -> None:
-    for tensor in _tensors(kept):
-        if any(tensor.shape == grad.shape and torch.allclose(tensor, grad) for grad in gradients):
-            fail("input_half: it has computed the gradient of a weight already; nothing is delayed then")
+        return {"error": f"no list\nweight_half: return {len(linears)} gradients, one for each weight"}
+    early = [k for k in kept if any(k.shape == p.shape and torch.allclose(k, p) for p in products)]
+    return {
+        "the gradient of x": pair[0].clone(),
+        "gradients of weights that input_half has computed": len(early),
+        "the gradients of the weights": [product.clone() for product in products],
+    }
 
 
 def _tensors(kept):
     if isinstance(kept, Tensor):
         yield kept
-    elif isinstance(kept, dict):
-        yield from _tensors(list(kept.values()))
-    elif isinstance(kept, list | tuple):
-        for part in kept:
+    elif isinstance(kept, dict | list | tuple):
+        for part in kept.values() if isinstance(kept, dict) else kept:
             yield from _tensors(part)
 
 
-def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tuple:
-    """By hand: of x, of the weights; of the weights with dy for dz, and with outputs for inputs; of x with the zeros of
-    each linear's input for those of its output. `relu` False forgets its zeros."""
-    inputs, outputs = [], []
-    for W in linears:
-        inputs.append(x)
-        x = torch.relu(x @ W.T)
-        outputs.append(x)
-    products, with_dy, with_output, one_before = [], [], [], grad
-    for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
-        with_dy.append(grad.T @ h)
-        grad = grad * (y > 0) if relu else grad
-        products.append(grad.T @ h)
-        with_output.append(grad.T @ y)
-        grad, one_before = grad @ W, (one_before @ W) * (h > 0)
-    return grad, products[::-1], with_dy[::-1], with_output[::-1], one_before
+EARLY = "input_half: it has computed the gradient of a weight already; nothing is delayed then"
+check_split_backward = Exercise(
+    "check_split_backward",
+    split(),
+    KeepsTwoLists,
+    stages,
+    {
+        "relu passes no gradient where it gave 0": split(zeros=""),
+        "relu's zeros are those of its output; these are of the input of the linear before it": split(zeros="of h"),
+        "weight_half: the gradients come in the order of backward; return them in the order of the weights": split(
+            back=True
+        ),
+        "this is its transpose; a gradient has the shape of its weight": split(product=lambda h, dz: h.T @ dz),
+        "it has dy where dz belongs: relu's zeros are missing": split(keep=lambda h, y, grad, dz: (h, grad)),
+        "averaged over tokens; it is their sum": split(product=lambda h, dz: dz.T @ h / len(h)),
+        "it has the output of its linear where the input belongs": split(keep=lambda h, y, grad, dz: (y, dz)),
+        EARLY: split(keep=lambda h, y, grad, dz: (dz.T @ h,), product=lambda product: product),
+    },
+    watch_split,
+    {"gradients of weights that input_half has computed": EARLY},
+    breaks={"autograd does both halves at once": ByAutograd},
+)
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours
-@grader
+def _ends():
+    """(neighbour, whether the message down goes to it) of this rank."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    return [(other, down) for other, down in ((rank - 1, False), (rank + 1, True)) if 0 <= other <= last]
+
+
+def exchange(down, up, start=dist.batch_isend_irecv, arrived=1.0, swapped=False):
+    """All messages in one call. A mistake starts them otherwise, does not wait until all has arrived, or swaps."""
+    messages, received = [], {}
+    for other, goes_down in _ends():
+        received[goes_down] = torch.zeros_like(up if goes_down else down)
+        messages.append(dist.P2POp(dist.irecv, received[goes_down], other))
+        messages.append(dist.P2POp(dist.isend, down if goes_down else up, other))
+    for work in start(messages):
+        work.wait()
+    for x in received.values():
+        x[int(arrived * len(x)) :] = 0  # as if the rest had not arrived yet, which no run can promise
+    return received.get(swapped), received.get(not swapped)
+
+
+def exchange_even_ranks_first(down, up):
+    """In two rounds: ranks at even places send down and up while others receive, then the other way."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
+    works = []
+    for sends in ((True, False), (False, True))[rank % 2]:
+        if sends:
+            works += [dist.isend(up, rank - 1)] if rank > 0 else []
+            works += [dist.isend(down, rank + 1)] if rank < last else []
+        else:
+            works += [dist.irecv(before, rank - 1)] if rank > 0 else []
+            works += [dist.irecv(behind, rank + 1)] if rank < last else []
+    for work in works:
+        work.wait()
+    return before, behind
+
+
+def _one_by_one(order):
+    """Each message in a call of its own; those that are no lone receives are blocking if the order says so."""
+
+    def start(messages):
+        kinds = {
+            "send": [m for m in messages if m.op is dist.isend],
+            "recv": [m for m in messages if m.op is dist.irecv],
+        }
+        works = []
+        for kind in order.split():
+            for message in kinds[kind.removesuffix(",blocking")]:
+                works.append(message.op(message.tensor, message.peer))
+                if kind.endswith(",blocking"):
+                    works.pop().wait()
+        return works
+
+    return start
+
+
+def along_the_chain(down, up):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
+    if rank > 0:
+        dist.recv(before, rank - 1)
+    if rank < last:
+        dist.send(down, rank + 1)
+        dist.recv(behind, rank + 1)
+    if rank > 0:
+        dist.send(up, rank - 1)
+    return before, behind
+
+
+def wrong_exchange(**change):
+    return lambda down, up: exchange(down, up, **change)
+
+
+WRONG_EXCHANGES = {
+    "wait for each other: a blocking call": wrong_exchange(start=_one_by_one("send,blocking recv,blocking")),
+    "wait for the receive": [wrong_exchange(arrived=share) for share in (0.0, 0.5)],
+    "there is no such rank": wrong_exchange(swapped=True),
+    "return two things": lambda down, up: list(exchange(down, up)),
+    "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1, rank 1 stands at its send": wrong_exchange(
+        start=_one_by_one("send recv,blocking")
+    ),
+    "on NCCL ranks wait for ever: rank 0 stands at its receive from rank 1": wrong_exchange(
+        start=_one_by_one("recv send")
+    ),
+    "start all before you wait for any": along_the_chain,
+}
+
+
+@grader(right=exchange_even_ranks_first, wrong=WRONG_EXCHANGES)
 def check_exchange(answer, rng):
     """Large messages both ways along a chain of ranks: on gloo, and with the same calls in NCCL's order."""
     for world_size in (2, rng.choice([4, 5])):

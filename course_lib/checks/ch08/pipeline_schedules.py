@@ -1,97 +1,156 @@
 """Graders of chapter 08, exercises 3 and 8: 1F1B with a limit of memory, and a schedule that waits less."""
 
-from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
-from course_lib.checks.core import fail, grader
-from course_lib.schedules import one_f_one_b
-from course_lib.schedules.check import problems
-from course_lib.schedules.instructions import Schedule, from_lists
-from course_lib.schedules.simulator import Costs, Simulation, simulate
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost
+from course_lib.schedules import from_lists, make, problems, simulate
+from course_lib.schedules.simulator import Costs
 
 
-def _schedule(answer: Callable, p: int, m: int) -> Schedule:
-    """What the answer gave, if it can be run."""
-    rows = answer(p, m)
-    where = f"p = {p}, m = {m}"
+def words_of(name, p, m):
+    """The lists of a schedule of the package."""
+    return [[f"{one.op}{one.micro_batch}" for one in row] for row in make(name, p, m).instructions]
+
+
+def _scheduled(rows, p, m):
+    """The schedule that an answer gave, or the error that is seen of one that cannot be run."""
     if not isinstance(rows, list | tuple) or len(rows) != p:
-        fail(f"{where}: return {p} lists, one for each rank; got {rows!r:.80}")
+        return None, {"error": f"no lists\nreturn {p} lists, one for each rank; got {rows!r:.80}"}
     try:
         schedule = from_lists(rows, range(p), m)
     except ValueError as error:
-        fail(f"{where}: {error}")
+        return None, {"error": f"no schedule\n{error}"}
     if found := problems(schedule):
-        fail(f"{where}: this cannot be run: {found[0]}")
-    return schedule
+        return None, {"error": f"cannot be run\nthis cannot be run: {found[0]}"}
+    return schedule, {}
 
 
 # ------------------------------------------------------------------------------------ 3. a limit of memory
-@grader
-def check_limited(answer, rng):
-    """Runs in the memory that is allowed, and waits no longer than 1F1B with a shorter warm-up."""
-    p = rng.choice([4, 5])
-    for most in (1, rng.randrange(2, p), p + rng.randrange(3)):
-        for m in (p + rng.randrange(1, 6), rng.randrange(1, p - 1)):
-            schedule = _schedule(lambda p, m, most=most: answer(p, m, most), p, m)
-            _expect_limited(simulate(schedule), p, m, most)
-
-
-def _expect_limited(got: Simulation, p: int, m: int, most: int) -> None:
-    where, want = f"p = {p}, m = {m}, most = {most}", simulate(limited(p, m, most))
-    if got.schedule.splits_backward:
-        fail(f"{where}: use whole backwards, B; I and W are for exercise 8")
-    if max(got.peak_live) > most:
-        kept = f"{where}: ranks keep up to {got.peak_live} micro-batches, and {most} are allowed"
-        if got.peak_live == simulate(one_f_one_b(p, m)).peak_live:
-            fail(f"{kept}: this is 1F1B without the limit")
-        if got.peak_live == (m,) * p:
-            fail(f"{kept}: these are all forwards before all backwards")
-        if max(got.peak_live) == most + 1:
-            fail(f"{kept}: after warm-up a forward comes before the first backward, and counts too")
-        fail(f"{kept}: shorten the warm-up")
-    if any(count > p - rank for rank, count in enumerate(got.peak_live)):
-        fail(f"{where}: rank i never needs more than p - i micro-batches, here they are {got.peak_live}")
-    if got.makespan_s > want.makespan_s:
-        slow = f"{where}: it takes {got.makespan_s:.0f} slots, and {want.makespan_s:.0f} are possible"
-        if max(got.peak_live) == 1:
-            fail(f"{slow}: with room for more, start the next micro-batch before the backward of this one")
-        fail(f"{slow}: use the memory that is allowed; warm-up has as many forwards as fit")
-
-
-def limited(p: int, m: int, most: int) -> Schedule:
-    """1F1B whose warm-up is cut so that no rank keeps more than `most` micro-batches."""
+def limited(p, m, most, ahead_of=lambda p, rank, most: min(p - 1 - rank, most - 1)):
+    """1F1B whose warm-up is cut so that no rank keeps more than `most` micro-batches. A mistake cuts it otherwise."""
     rows = []
     for rank in range(p):
-        ahead = min(p - 1 - rank, m, most - 1)
+        ahead = max(0, min(ahead_of(p, rank, most), m))
         turns = [word for i in range(ahead, m) for word in (f"F{i}", f"B{i - ahead}")]
         rows.append([f"F{i}" for i in range(ahead)] + turns + [f"B{i}" for i in range(m - ahead, m)])
-    return from_lists(rows)
+    return rows
+
+
+def limited_greedily(p, m, most):
+    rows = []
+    for rank in range(p):
+        forwards = backwards = 0
+        row = []
+        while backwards < m:
+            if forwards < m and forwards - backwards < min(most, p - rank):
+                row.append(("F", forwards))
+                forwards += 1
+            else:
+                row.append(("B", backwards))
+                backwards += 1
+        rows.append(tuple(row))
+    return rows
+
+
+def limits(rng):
+    p = rng.choice([4, 5])
+    few, many = rng.randrange(1, p - 1), p + rng.randrange(1, 6)
+    return [(p, m, most) for m in (few, many) for most in (1, rng.randrange(2, p), p + rng.randrange(3))]
+
+
+def watch_limited(answer, p, m, most):
+    schedule, seen = _scheduled(answer(p, m, most), p, m)
+    if schedule is None:
+        return seen
+    got = simulate(schedule)
+    return {
+        "whether backward is split": schedule.splits_backward,
+        "micro-batches that each rank keeps": tuple(map(Cost, got.peak_live)),
+        "slots": Cost(got.makespan_s),
+    }
+
+
+wrong_ahead = partial(partial, limited)
+check_limited = Exercise(
+    "check_limited",
+    limited,
+    limited_greedily,
+    limits,
+    {
+        "this is 1F1B without the limit": wrong_ahead(ahead_of=lambda p, rank, most: p - 1 - rank),
+        "these are all forwards before all backwards": lambda p, m, most: words_of("afab", p, m),
+        "after warm-up a forward comes before the first backward, and counts too": wrong_ahead(
+            ahead_of=lambda p, rank, most: min(p - 1 - rank, most)
+        ),
+        "rank i never needs more than p - i micro-batches": wrong_ahead(ahead_of=lambda p, rank, most: most - 1),
+        "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: words_of(
+            "naive", p, m
+        ),
+        "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: words_of("zb_h1", p, m),
+    },
+    watch_limited,
+    {
+        "whether backward is split": "use whole backwards, B; I and W are for exercise 8",
+        "micro-batches that each rank keeps": "shorten the warm-up",
+        "slots": "use the memory that is allowed; warm-up has as many forwards as fit",
+    },
+    breaks={
+        "deadlock": wrong_ahead(ahead_of=lambda p, rank, most: min(rank, most - 1)),
+        "is missing, the backward": lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)],
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
-@grader
-def check_shorter(answer, rng):
-    """Split backwards fill the gap, in the memory of 1F1B."""
-    for p in (rng.choice([2, 3]), rng.choice([4, 5])):
-        m = p + rng.randrange(5)
-        schedule = _schedule(answer, p, m)
-        got = simulate(schedule, Costs(1, 1, 1))
-        idle_s, in_flight, where = got.idle_s[0], got.peak_live, f"p = {p}, m = {m}"
-        if any(count > p - rank for rank, count in enumerate(in_flight)):
-            most = tuple(p - rank for rank in range(p))
-            fail(f"{where}: in flight are {in_flight}, at most {most} may be: it buys its time with memory, as ZB-H2")
-        if idle_s <= p - 1:
-            continue
-        slow = f"{where}: each rank waits {idle_s:.0f} slots, and {p - 1} are possible"
-        if not schedule.splits_backward:
-            fail(f"{slow}: with unsplit backwards nothing can be delayed; split B into I and W")
-        if all(_directly_behind(row) for row in schedule.instructions):
-            fail(f"{slow}: W stands directly behind each I; the next I comes later for it, and the end stays empty")
-        fail(f"{slow}: delay W where others wait for an I, and do it where the rank itself would wait")
+def shorter(p, m):
+    return words_of("zb_h1", p, m)
 
 
-def _directly_behind(row) -> bool:
-    """Whether each W stands behind its own I."""
-    return all(
-        one.op != "W" or (row[place - 1].op == "I" and row[place - 1].micro_batch == one.micro_batch)
-        for place, one in enumerate(row)
-    )
+def whole_backwards_on_rank_0(p, m):
+    """Rank 0 puts nothing off: its backward may stay whole."""
+    rows = words_of("zb_h1", p, m)
+    rows[0] = [word.replace("I", "B") for word in rows[0] if word[0] != "W"]
+    return rows
+
+
+def _w_behind_i(p, m):
+    rows = words_of("1f1b", p, m)
+    return [[part for w in row for part in ([w] if w[0] == "F" else ["I" + w[1:], "W" + w[1:]])] for row in rows]
+
+
+def _all_w_at_the_end(p, m):
+    rows = words_of("1f1b", p, m)
+    return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in rows]
+
+
+def watch_shorter(answer, p, m):
+    """In flight may be p - rank, as in 1F1B, and a rank may wait p - 1 slots."""
+    schedule, seen = _scheduled(answer(p, m), p, m)
+    if schedule is None:
+        return seen
+    got = simulate(schedule, Costs(1, 1, 1))
+    behind = [two for row in schedule.instructions for two in pairwise(row) if two[1].op == "W"]
+    return {
+        "micro-batches in flight": tuple(Cost(max(n, p - rank)) for rank, n in enumerate(got.peak_live)),
+        "whether backward is split": schedule.splits_backward,
+        "whether each W is behind its I": all(i == w._replace(op="I") for i, w in behind),
+        "slots that each rank waits": Cost(max(got.idle_s[0], p - 1)),
+    }
+
+
+check_shorter = Exercise(
+    "check_shorter",
+    shorter,
+    whole_backwards_on_rank_0,
+    lambda rng: [(p, p + rng.randrange(5)) for p in (rng.choice([2, 3]), rng.choice([4, 5]))],
+    {
+        "it buys its time with memory, as ZB-H2": lambda p, m: words_of("zb_h2", p, m),
+        "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: words_of("1f1b", p, m),
+        "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
+        "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
+    },
+    watch_shorter,
+    {"slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"},
+)

@@ -1,10 +1,13 @@
 """Graders of chapter 11, exercises 3 to 5: what an advice is worth, a margin, and a choice judged by measured runs."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
+from statistics import mean
 
-from course_lib.checks.core import expect_number, fail, grader, observed
+import numpy as np
+
+from course_lib.checks.core import fail, grader, observed
+from course_lib.checks.table import Exercise
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
@@ -14,69 +17,108 @@ TRIES, GOOD_SHARE = 3, 0.85
 
 
 # ------------------------------------------------------------------------------------ 3. yield
-def yield_of(predicted: list[float], measured: list[float], k: int) -> float:
-    """Return the share of the best that the fastest of the k best predicted runs reached."""
-    first = sorted(range(len(predicted)), key=lambda index: -predicted[index])[:k]
-    return max(measured[index] for index in first) / max(measured)
+def yield_of(predicted, measured, k, best=max, of_first=max, highest=1):
+    """The share of the best that the fastest of the k best predicted runs reached. A mistake: another best, or another
+    of the first; highest = -1 begins with the lowest predictions."""
+    first = sorted(range(len(predicted)), key=lambda index: -highest * predicted[index])[:k]
+    return of_first([measured[index] for index in first]) / best(measured)
 
 
-@grader
-def check_yield(answer, rng):
-    """Of fresh runs, with 1 to 3 tries."""
+def yield_from_the_fastest(predicted, measured, k):
+    """The fastest measured run that fewer than k others are predicted to beat."""
+    fastest_first = sorted(zip(measured, predicted, strict=True), reverse=True)
+    for real, told in fastest_first:
+        if sum(other > told for other in predicted) < k:
+            return real / fastest_first[0][0]
+
+
+_of_the_last = partial(yield_of, of_first=lambda tries: tries[-1])
+
+
+def runs(rng):
+    cases = []
     for k in (1, 2, 3):
         while True:
             measured = [float(rng.randrange(100, 7000)) for _ in range(9)]
             predicted = [speed * rng.randrange(40, 180) / 100 for speed in measured]
-            want = yield_of(predicted, measured, k)
-            if want < 0.95 and (k == 1 or yield_of(predicted, measured, 1) < want):
+            reached = yield_of(predicted, measured, k)
+            worse = [yield_of(predicted, measured, 1)] * (k > 1) + [_of_the_last(predicted, measured, k)] * (k > 2)
+            if max([0.0, *worse]) < reached < 0.95:
                 break
-        first = sorted(range(9), key=lambda index: -predicted[index])[:k]
-        wrong = {
-            "divide by the best measured run of all, not by the best prediction": want * max(measured) / max(predicted),
-            "what counts is the measured speed of the choice, not its predicted one": predicted[first[0]]
-            / max(measured),
-            "you may measure k runs and keep the fastest of them": yield_of(predicted, measured, 1),
-            "keep the fastest of the k tries; this is their mean": sum(measured[i] for i in first) / k / max(measured),
-            "of the k tries the fastest counts, not the last": measured[first[-1]] / max(measured),
-            "the k tries have the highest predictions, not the lowest": yield_of([-p for p in predicted], measured, k),
-            "choose by prediction: whoever knows the measurements needs no planner": 1.0,
-        }
-        expect_number(answer(list(predicted), list(measured), k), want, f"the yield of {k} tries", wrong)
+        cases.append((predicted, measured, k))
+    return cases
+
+
+check_yield = Exercise(
+    "check_yield",
+    yield_of,
+    yield_from_the_fastest,
+    runs,
+    {
+        "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: yield_of(
+            predicted, measured, k, best=lambda measured: max(predicted)
+        ),
+        "what counts is the measured speed of the choice, not its predicted one": lambda predicted, measured, k: (
+            max(predicted) / max(measured)
+        ),
+        "you may measure k runs and keep the fastest of them": lambda predicted, measured, k: yield_of(
+            predicted, measured, 1
+        ),
+        "keep the fastest of the k tries; this is their mean": partial(yield_of, of_first=mean),
+        "of the k tries the fastest counts, not the last": _of_the_last,
+        "the k tries have the highest predictions, not the lowest": partial(yield_of, highest=-1),
+        "choose by prediction: whoever knows the measurements needs no planner": lambda predicted, measured, k: 1.0,
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 4. a margin
-def margin_of(predicted: list[float], measured: list[float], share: float) -> float:
-    """Return the smallest factor on predictions that covers at least that share of the runs."""
-    ratios = sorted(real / told for real, told in zip(measured, predicted, strict=True))
-    return ratios[math.ceil(share * len(ratios) - 1e-9) - 1]
+def margin_of(predicted, measured, share, factor=lambda ratios, index: sorted(ratios)[index]):
+    """The smallest factor on predictions that covers at least that share of the runs. A mistake takes another one."""
+    ratios = [real / told for real, told in zip(measured, predicted, strict=True)]
+    return factor(ratios, math.ceil(share * len(ratios) - 1e-9) - 1)
 
 
-def _interpolated(ratios: list[float], share: float) -> float:
-    """Return the quantile as NumPy and PyTorch compute it: between the two runs beside it."""
-    below, rest = divmod(share * (len(ratios) - 1), 1)
-    return ratios[int(below)] + rest * (ratios[min(int(below) + 1, len(ratios) - 1)] - ratios[int(below)])
+def margin_from_above(predicted, measured, share):
+    """As many of the largest factors as may stay uncovered are taken away."""
+    factors = [real / told for real, told in zip(measured, predicted, strict=True)]
+    uncovered = int((1 - share) * len(factors) + 1e-9)
+    for _ in range(uncovered):
+        factors.remove(max(factors))
+    return max(factors)
 
 
-@grader
-def check_margin(answer, rng):
-    """The smallest factor that covers 9 in 10 of the runs, and all of them."""
+def _interpolated(predicted, measured, share):
+    """The quantile as NumPy and PyTorch compute it: between the two runs beside it."""
+    return float(np.quantile(np.array(measured) / np.array(predicted), share))
+
+
+def shares(rng):
+    cases = []
     for share, count in ((0.9, 20), (0.9, 30), (1.0, 11)):
         predicted = [rng.randrange(20, 80) + rng.random() for _ in range(count)]
-        measured = [told * (0.8 + 0.6 * rng.random()) for told in predicted]
-        want = margin_of(predicted, measured, share)
-        ratios = [real / told for real, told in zip(measured, predicted, strict=True)]
-        wrong = {
-            "measured over predicted, not predicted over measured": margin_of(measured, predicted, share),
-            "this covers every run; a share of them is asked": max(ratios),
-            "this is the mean; half of the runs need more": sum(ratios) / count,
-            "a quantile between two runs; the factor of a run is asked": _interpolated(sorted(ratios), share),
-            "this covers one run too few": sorted(ratios)[math.ceil(share * count - 1e-9) - 2],
-            "the smallest factors come first: sort upwards": sorted(ratios, reverse=True)[
-                math.ceil(share * count - 1e-9) - 1
-            ],
-        }
-        got = answer(list(predicted), list(measured), share)
-        expect_number(got, want, f"the margin for {share:.0%} of {count} runs", wrong)
+        cases.append((predicted, [told * (0.8 + 0.6 * rng.random()) for told in predicted], share))
+    return cases
+
+
+check_margin = Exercise(
+    "check_margin",
+    margin_of,
+    margin_from_above,
+    shares,
+    {
+        "measured over predicted, not predicted over measured": lambda predicted, measured, share: margin_of(
+            measured, predicted, share
+        ),
+        "this covers every run; a share of them is asked": partial(margin_of, factor=lambda ratios, index: max(ratios)),
+        "this is the mean; half of the runs need more": partial(margin_of, factor=lambda ratios, index: mean(ratios)),
+        "a quantile between two runs; the factor of a run is asked": _interpolated,
+        "this covers one run too few": partial(margin_of, factor=lambda ratios, index: sorted(ratios)[index - 1]),
+        "the smallest factors come first: sort upwards": partial(
+            margin_of, factor=lambda ratios, index: sorted(ratios, reverse=True)[index]
+        ),
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 5. a choice under a limit
@@ -118,7 +160,46 @@ LIMITS = {
 }
 
 
-@grader
+def with_a_safe_try(job, layouts, limit_gb, measure):
+    """Two tries are predicted to fit, the third far below the limit."""
+    options = _fastest_first(job, layouts)
+    tries = [one.layout for one in options if one.memory_bytes / GB <= limit_gb][:2]
+    tries.append(next(one.layout for one in options if one.memory_bytes / GB <= 0.85 * limit_gb))
+    found = [(*measure(layout), layout) for layout in tries]
+    return max((run for run in found if run[1] <= limit_gb), key=lambda run: run[0])[2]
+
+
+def _fastest_first(job, layouts):
+    return sorted((work_out(job, layout) for layout in layouts), key=lambda option: -option.tokens_per_s)
+
+
+def with_a_margin(margin):
+    """Never measures; the fastest predicted below this share of the limit."""
+
+    def choose(job, layouts, limit_gb, measure):
+        options = _fastest_first(job, layouts)
+        fitting = (option.layout for option in options if option.memory_bytes <= margin * limit_gb * GB)
+        return next(fitting, options[-1].layout)
+
+    return choose
+
+
+def _leanest(job, layouts, limit_gb, measure):
+    found = min(layouts, key=lambda layout: work_out(job, layout).memory_bytes)
+    measure(found)
+    return found
+
+
+WRONG = {
+    "out of memory": lambda job, layouts, limit_gb, measure: advice(job, layouts, limit_gb),
+    "spend the three runs on the first that may fit": _leanest,
+    "no fixed margin on predictions": with_a_margin(0.9),
+    "the cluster is free for 3 short runs": lambda job, layouts, limit_gb, measure: max(layouts, key=measure),
+    "return one of the layouts that were given": lambda job, layouts, limit_gb, measure: work_out(job, layouts[0]),
+}
+
+
+@grader(right=with_a_safe_try, wrong=WRONG)
 def check_choose(answer, rng):
     """On two measured jobs, limits drawn afresh: never more than the limit, nearly the best, better than the advice."""
     reached, advised, asked = [], [], 0

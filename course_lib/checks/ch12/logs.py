@@ -1,33 +1,20 @@
 """Graders of chapter 12 on logs: what share of a job's time was kept, and where two runs begin to differ."""
 
-from __future__ import annotations
-
 import json
 import math
+from functools import partial
 
-from course_lib.checks.core import expect_equal, expect_number, fail, fresh_seed, grader
-
-
-# ------------------------------------------------------------------------------------ 1. goodput
-@grader
-def check_goodput(answer, rng):
-    """Of a job without failures, one that went on after failures, and two that did not, of which one failed saving."""
-    for name, lines in _jobs(rng).items():
-        got = answer([dict(line) for line in lines])
-        expect_number(got, goodput_of(lines), f"{name}: the goodput", _goodput_misconceptions(lines), form=".4f")
+from course_lib.checks.core import fresh_seed
+from course_lib.checks.table import Exercise
 
 
-def goodput_of(lines: list[dict], complete: str = "saved", drop: bool = True) -> float:
+# ------------------------------------------------------------------------------------ 4. goodput
+def goodput(lines, complete="saved", drop=True, over=None, once=False):
     """Seconds of the steps that were kept, over the wall time of the job.
 
-    complete   the event after which a checkpoint counts
-    drop       whether steps behind the last checkpoint are lost when the job fails
+    complete   the event after which a checkpoint counts; drop: whether steps behind it are lost when the job fails
+    over       what to divide by, of the lines; once: whether of a step that ran twice one time counts
     """
-    wall_s = lines[-1]["at_s"] - lines[0]["at_s"]
-    return sum(_kept(lines, complete, drop)) / wall_s
-
-
-def _kept(lines: list[dict], complete: str, drop: bool) -> list[float]:
     steps, saved = [], 0  # (step, seconds)
     for line in lines:
         if line["event"] == "step":
@@ -36,168 +23,151 @@ def _kept(lines: list[dict], complete: str, drop: bool) -> list[float]:
             saved = line["steps"]
         elif line["event"] == "failed" and drop:
             steps = [(step, seconds) for step, seconds in steps if step < saved]
-    return [seconds for _, seconds in steps]
+    kept_s = sum(dict(steps).values()) if once else sum(seconds for _, seconds in steps)
+    return kept_s / (over(lines) if over else lines[-1]["at_s"] - lines[0]["at_s"])
 
 
-def _goodput_misconceptions(lines: list[dict]) -> dict[str, float]:
-    wall_s = lines[-1]["at_s"] - lines[0]["at_s"]
-    steps = [line for line in lines if line["event"] == "step"]
-    last = {line["step"]: line["seconds"] for line in steps}
-    useful_s, running_s, begun_s = goodput_of(lines) * wall_s, 0.0, lines[0]["at_s"]
-    for line in lines:
-        begun_s = line["at_s"] if line["event"] == "started" else begun_s
-        running_s += line["at_s"] - begun_s if line["event"] in ("failed", "ended") else 0.0
-    return {
-        "a save that was begun and not finished keeps nothing; only `saved` counts": goodput_of(lines, "saving"),
-        "steps behind the last complete checkpoint are lost when the job fails; do not count them": goodput_of(
-            lines, drop=False
-        ),
-        "divide by the wall time, which also has the waiting between a failure and the next start": (
-            useful_s / running_s
-        ),
-        "divide by the wall time; the seconds of all steps leave out saves and restarts": (
-            useful_s / sum(line["seconds"] for line in steps)
-        ),
-        "after the last failure nobody computed the lost steps again, so nothing takes their place": (
-            sum(last.values()) / wall_s
-        ),
-    }
+def goodput_backwards(lines):
+    kept_s, below = 0.0, float("inf")  # steps from here on were lost, or counted already
+    saved_before = [max([0] + [line["steps"] for line in lines[:i] if line["event"] == "saved"]) for i in range(99)]
+    for index in reversed(range(len(lines))):
+        if lines[index]["event"] == "failed":
+            below = min(below, saved_before[index])
+        if lines[index]["event"] == "step" and lines[index]["step"] < below:
+            kept_s += lines[index]["seconds"]
+    return kept_s / (lines[-1]["at_s"] - lines[0]["at_s"])
 
 
-class _Job:
-    """Writes the log of a job; times go on by themselves."""
+def _attempts_s(lines):
+    starts = [line["at_s"] for line in lines if line["event"] == "started"]
+    return sum(line["at_s"] for line in lines if line["event"] in ("failed", "ended")) - sum(starts)
 
-    def __init__(self, rng):
-        self.rng, self.lines, self.at_s = rng, [], float(rng.randrange(100))
 
-    def tell(self, event: str, after_s: float, **fields) -> None:
-        self.at_s += after_s
-        self.lines.append({"event": event, "at_s": self.at_s, **fields})
+def _log(rng, every, *attempts):
+    """The lines of a job; an attempt is (its steps, how it ended), which may be "failed in a save"."""
+    lines, at_s = [], float(rng.randrange(100))
 
-    def attempt(self, steps: range, every: int, end: str) -> None:
-        """Computes steps from a checkpoint on; ends with `end`, which may be "failed in a save"."""
-        self.tell("started", self.rng.uniform(10, 45))
-        self.at_s += self.rng.uniform(3, 8)  # the checkpoint is loaded
+    def tell(event, after_s, **fields):
+        nonlocal at_s
+        at_s += after_s
+        lines.append({"event": event, "at_s": at_s, **fields})
+
+    for steps, end in attempts:
+        tell("started", rng.uniform(10, 45))
+        at_s += rng.uniform(3, 8)  # the checkpoint is loaded
         for step in steps:
-            seconds = self.rng.uniform(1, 10)
-            self.tell("step", seconds, step=step, seconds=seconds)
+            seconds = rng.uniform(1, 10)
+            tell("step", seconds, step=step, seconds=seconds)
             if (step + 1) % every == 0:
-                self.tell("saving", 0.0, steps=step + 1)
+                tell("saving", 0.0, steps=step + 1)
                 if end == "failed in a save" and step == steps[-1]:
                     break
-                self.tell("saved", self.rng.uniform(0.5, 3), steps=step + 1)
-        self.tell("ended" if end == "ended" else "failed", 1.0)
+                tell("saved", rng.uniform(0.5, 3), steps=step + 1)
+        tell(end.partition(" ")[0], 1.0)
+    return lines
 
 
-def _jobs(rng) -> dict[str, list[dict]]:
-    every = rng.randrange(3, 5)
-    quiet, torn, broken, last = (_Job(rng) for _ in range(4))
-    quiet.attempt(range(3 * every), every, "ended")
-    torn.attempt(range(2 * every), every, "failed in a save")
-    torn.attempt(range(every, 3 * every + 1), every, "failed")
-    torn.attempt(range(3 * every, 4 * every), every, "ended")
-    broken.attempt(range(2 * every - 1), every, "failed")
-    broken.attempt(range(every, 3 * every + 2), every, "failed")
-    last.attempt(range(2 * every), every, "failed in a save")
-    return {
-        "a job that did not fail": quiet.lines,
-        "a job that failed while it saved, and later between two saves": torn.lines,
-        "a job that failed twice and was not started again": broken.lines,
-        "a job that ended in its second save": last.lines,
+def jobs(rng):
+    n = rng.randrange(3, 5)
+    torn = (range(2 * n), "failed in a save"), (range(n, 3 * n + 1), "failed"), (range(3 * n, 4 * n), "ended")
+    attempts = {
+        "did not fail": [(range(3 * n), "ended")],
+        "failed while it saved, and later between two saves": torn,
+        "failed twice and was not started again": [(range(2 * n - 1), "failed"), (range(n, 3 * n + 2), "failed")],
+        "ended in its second save": [(range(2 * n), "failed in a save")],
     }
+    return [(name, _log(rng, n, *of_job)) for name, of_job in attempts.items()]
 
 
-# ------------------------------------------------------------------------------------ 2. two runs
+check_goodput = Exercise(
+    "check_goodput",
+    goodput,
+    goodput_backwards,
+    jobs,
+    {
+        "a save that was begun and not finished keeps nothing; only `saved` counts": [
+            partial(goodput, complete="saving"),
+            partial(goodput, complete="saving", once=True),
+        ],
+        "steps behind the last complete checkpoint are lost when the job fails; do not count them": partial(
+            goodput, drop=False
+        ),
+        "divide by the wall time, which also has the waiting between a failure and the next start": partial(
+            goodput, over=_attempts_s
+        ),
+        "divide by the wall time; the seconds of all steps leave out saves and restarts": partial(
+            goodput, over=lambda lines: sum(line.get("seconds", 0.0) for line in lines)
+        ),
+        "after the last failure nobody computed the lost steps again, so nothing takes their place": partial(
+            goodput, drop=False, once=True
+        ),
+    },
+    lambda answer, job, lines: {"the goodput": answer(lines)},
+)
+
+
+# ------------------------------------------------------------------------------------ 5. two runs
 KINDS = ("tokens", "loss", "grad_norm")
-ROUNDING = 1e-6  # relative
 
 
-def first_difference(
-    first: list[str], second: list[str], tolerance: float = ROUNDING, by_rank: bool = False
-) -> tuple[int, int, str] | None:
+def first_difference(first, second, tolerance=1e-6, by_rank=False, of_two_lines=-1):
     """(step, rank, kind) where two runs begin to differ, or None; of a step with two lines the last one counts.
 
     by_rank   looks for a rank before a kind
     """
-    runs = [
-        [{line["step"]: line for line in map(json.loads, text.splitlines())} for text in run] for run in (first, second)
-    ]
+    runs = [[_by_step(text, of_two_lines) for text in run] for run in (first, second)]
     steps = sorted(set.intersection(*(set(of_rank) for run in runs for of_rank in run)))
-    ranks = range(len(first))
     for step in steps:
-        places = [(rank, kind) for kind in KINDS for rank in ranks]
-        for rank, kind in sorted(places) if by_rank else places:
-            if not _same(*(run[rank][step][kind] for run in runs), tolerance):
+        places = [(rank, kind) for kind in KINDS for rank in range(len(first))]
+        for rank, kind in sorted(places, key=lambda place: place[0]) if by_rank else places:
+            one, other = (run[rank][step][kind] for run in runs)
+            if one != other and (isinstance(one, str) or not math.isclose(one, other, rel_tol=tolerance)):
                 return step, rank, kind
     return None
 
 
-def _same(one, other, tolerance: float) -> bool:
-    return one == other if isinstance(one, str) else math.isclose(one, other, rel_tol=tolerance)
+def _by_step(text, of_two_lines=-1):
+    lines = {}
+    for line in map(json.loads, text.splitlines()):
+        lines.setdefault(line["step"], []).append(line)
+    return {step: of_step[of_two_lines] for step, of_step in lines.items()}
 
 
-@grader
-def check_disagreement(answer, rng):
-    """Of runs that are equal up to rounding, and of runs in which one rank's tokens, loss or sum went wrong."""
+def difference_kind_by_kind(first, second):
+    """Where each kind differs first; the earliest of these, and of equal ones the first kind."""
+    ranks, found = [tuple(map(_by_step, texts)) for texts in zip(first, second, strict=True)], []
+    for number, kind in enumerate(KINDS):
+        for rank, (one, other) in enumerate(ranks):
+            for step in one.keys() & other.keys():
+                a, b = one[step][kind], other[step][kind]
+                if a != b if isinstance(a, str) else abs(a - b) > 1e-6 * max(abs(a), abs(b)):
+                    found.append((step, number, rank))
+    return [min(found)[0], min(found)[2], KINDS[min(found)[1]]] if found else None
+
+
+def runs(rng):
     ranks, steps = rng.choice([3, 4]), rng.randrange(9, 14)
     rank, at = rng.randrange(1, ranks), rng.randrange(4, steps - 1)
-    good = _run(rng, ranks, steps)
+    norms, good = [1 + rng.random() for _ in range(steps)], []
+    for _ in range(ranks):
+        losses, tokens = [5 - 0.1 * step + rng.random() / 10 for step in range(steps)], f"{fresh_seed(rng):08x}"
+        columns = enumerate(zip(losses, norms, strict=True))
+        good.append([{"step": i, "tokens": f"{i}{tokens}", "loss": x, "grad_norm": norm} for i, (x, norm) in columns])
     noisy = [[{**line, "loss": line["loss"] * (1 + 1e-9)} for line in of_rank] for of_rank in good]
-    same = "the runs are equal up to rounding"
-    cases = {
-        same: (good, noisy),
-        "one rank got other tokens": (good, _spoiled(good, at, rank, "tokens")),
+    other_tokens = _spoiled(good, at, rank, "tokens")
+    again = [[*bad[: at + 1], *right[at - 2 :]] for right, bad in zip(good, other_tokens, strict=True)]
+    pairs = {
+        "the runs are equal up to rounding": (good, noisy),
+        "one rank got other tokens": (good, other_tokens),
         "one rank computed another loss": (good, _spoiled(noisy, at, rank, "loss")),
         "the sum of the gradients differs": (_spoiled(good, at, rank, "grad_norm"), good),
-        "the second run was killed in a wrong step, and computed it again": (
-            good,
-            _with_again(good, _spoiled(good, at, rank, "tokens"), at),
-        ),
-        "the second run ends earlier": (_spoiled(good, at, rank, "loss"), [of_rank[: at + 1] for of_rank in good]),
+        "the second was killed in a wrong step, and computed it again": (good, again),
+        "the second ends earlier": (_spoiled(good, at, rank, "loss"), [of_rank[: at + 1] for of_rank in good]),
     }
-    for name, runs in cases.items():
-        first, second = ([_text(of_rank) for of_rank in run] for run in runs)
-        got = answer(list(first), list(second))
-        got = tuple(got) if isinstance(got, list) else got
-        want = first_difference(first, second)
-        what = f"{name}: (step, rank, kind)"
-        if want is None:
-            told = (
-                "differences of a billionth are rounding; compare numbers to 1e-6 of their size"
-                if name == same
-                else "of a step with two lines, the last one counts"
-            )
-            if got is not None:
-                fail(f"{name}: you say {got!r}, and None is right: {told}")
-            continue
-        wrong = {
-            "the gradient norm is summed over the ranks, so it differs on all; look for the kind before the rank": (
-                first_difference(first, second, by_rank=True)
-            ),
-            "differences of a billionth are rounding; compare numbers to 1e-6 of their size": first_difference(
-                first, second, tolerance=0.0
-            ),
-        }
-        expect_equal(got, want, what, wrong)
+    return [(name, *([_text(of_rank) for of_rank in run] for run in pair)) for name, pair in pairs.items()]
 
 
-def _run(rng, ranks: int, steps: int) -> list[list[dict]]:
-    norms = [1 + rng.random() for _ in range(steps)]
-    return [
-        [
-            {
-                "step": step,
-                "tokens": f"{fresh_seed(rng):08x}",
-                "loss": 5 - 0.1 * step + rng.random() / 10,
-                "grad_norm": norms[step],
-            }
-            for step in range(steps)
-        ]
-        for _ in range(ranks)
-    ]
-
-
-def _spoiled(run: list[list[dict]], at: int, rank: int, kind: str) -> list[list[dict]]:
+def _spoiled(run, at, rank, kind):
     """The run in which a rank goes wrong in a step: what follows from that differs, too, then on all ranks."""
     changed = [[dict(line) for line in of_rank] for of_rank in run]
     for number, of_rank in enumerate(changed):
@@ -210,10 +180,28 @@ def _spoiled(run: list[list[dict]], at: int, rank: int, kind: str) -> list[list[
     return changed
 
 
-def _with_again(good: list[list[dict]], wrong: list[list[dict]], at: int) -> list[list[dict]]:
-    """The lines of a run that went wrong, was killed after that step, and went on two steps before it."""
-    return [[*bad[: at + 1], *right[at - 2 :]] for right, bad in zip(good, wrong, strict=True)]
-
-
-def _text(lines: list[dict]) -> str:
+def _text(lines):
     return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def watch_difference(answer, runs, first, second):
+    found = answer(first, second)
+    return {"(step, rank, kind)": "None" if found is None else found}
+
+
+check_disagreement = Exercise(
+    "check_disagreement",
+    first_difference,
+    difference_kind_by_kind,
+    runs,
+    {
+        "the gradient norm is summed over the ranks, so it differs on all; look for the kind before the rank": partial(
+            first_difference, by_rank=True
+        ),
+        "differences of a billionth are rounding; compare numbers to 1e-6 of their size": partial(
+            first_difference, tolerance=0.0
+        ),
+        "of a step with two lines, the last one counts": partial(first_difference, of_two_lines=0),
+    },
+    watch_difference,
+)

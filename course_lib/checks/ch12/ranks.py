@@ -1,70 +1,94 @@
 """Graders of chapter 12: how often to save, the same batch on fewer ranks, and who is slow."""
 
-from __future__ import annotations
-
 import math
-from statistics import median
+from functools import partial
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import expect_close, expect_equal, fail, grader, run_ranks
-from course_lib.train.health import slowest_rank
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Each, several
+from course_lib.comm import all_gather_json
 
 
 # ------------------------------------------------------------------------------------ 1. an interval
-@grader
-def check_interval(answer, rng):
-    """Young's interval and the share of the time that it costs, for jobs drawn afresh."""
-    for _ in range(3):
-        mtbf_of_gpu_s, num_gpus, save_s = rng.randrange(10**7, 10**9), rng.randrange(100, 20_000), rng.randrange(5, 90)
-        job_s = mtbf_of_gpu_s / num_gpus
-        want = _interval(job_s, save_s)
-        wrong = {
-            "a job fails when any of its GPUs fails: divide by the number of GPUs": _interval(mtbf_of_gpu_s, save_s),
-            "the factor 2 under the root is missing": _shares_at(math.sqrt(save_s * job_s), job_s, save_s),
-            "a failure loses half an interval on average, not a whole one": torch.stack(
-                [want[0], save_s / want[0] + want[0] / job_s]
-            ),
-            "this is the share of the saves alone, or of the lost work alone; add both": want / torch.tensor([1, 2]),
-        }
-        got = answer(mtbf_of_gpu_s, num_gpus, save_s)
-        if not isinstance(got, tuple | list) or len(got) != 2:
-            fail(f"return two numbers, the interval in seconds and the share of the time; got {got!r}")
-        expect_close(torch.tensor(got, dtype=torch.float64), want, "the interval and its share", wrong)
-
-
-def _interval(job_s: float, save_s: float) -> torch.Tensor:
+def interval(mtbf_of_gpu_s, num_gpus, save_s, two=2, lost=0.5, saves=1):
     """Young's interval, and the share of the time that saves and lost work take then."""
-    return _shares_at(math.sqrt(2 * save_s * job_s), job_s, save_s)
+    job_s = mtbf_of_gpu_s / num_gpus
+    interval_s = math.sqrt(two * save_s * job_s)
+    return interval_s, saves * save_s / interval_s + lost * interval_s / job_s
 
 
-def _shares_at(interval_s: float, job_s: float, save_s: float) -> torch.Tensor:
-    return torch.tensor([interval_s, save_s / interval_s + interval_s / (2 * job_s)], dtype=torch.float64)
+def interval_by_halving(mtbf_of_gpu_s, num_gpus, save_s):
+    """Halves where the share still falls, down to its minimum."""
+    mtbf_s = mtbf_of_gpu_s / num_gpus
+    low, high = 0.0, 2 * (mtbf_s + save_s)
+    for _ in range(100):
+        middle = (low + high) / 2
+        still_falls = save_s / middle**2 > 1 / (2 * mtbf_s)
+        low, high = (middle, high) if still_falls else (low, middle)
+    return [high, save_s / high + high / (2 * mtbf_s)]
+
+
+check_interval = Exercise(
+    "check_interval",
+    interval,
+    interval_by_halving,
+    lambda rng: [(rng.randrange(10**7, 10**9), rng.randrange(100, 20_000), rng.randrange(5, 90)) for _ in range(3)],
+    {
+        "a job fails when any of its GPUs fails: divide by the number of GPUs": (
+            lambda mtbf_of_gpu_s, num_gpus, save_s: interval(mtbf_of_gpu_s, 1, save_s)
+        ),
+        "the factor 2 under the root is missing": partial(interval, two=1),
+        "a failure loses half an interval on average, not a whole one": partial(interval, lost=1),
+        "this is the share of the saves alone, or of the lost work alone; add both": partial(interval, lost=0),
+    },
+    several("return two numbers, the interval in seconds and the share of the time", "the interval", "its share"),
+)
 
 
 # ------------------------------------------------------------------------------------ 2. lost work
-@grader
-def check_restart(answer, rng):
-    """Of failures at the end of a step, whether or not a checkpoint was due then."""
+def restart(failed, every, before=0, again=1):
+    first = (failed + before) // every * every
+    return first, failed + again - first
+
+
+def restart_step_by_step(failed, every):
+    """The job itself, until a rank dies."""
+    saved, unsaved = 0, []
+    for step in range(failed + 1):
+        unsaved.append(step)
+        if step < failed and len(unsaved) == every:
+            saved, unsaved = step + 1, []
+    return [saved, len(unsaved)]
+
+
+def failures(rng):
     every = rng.randrange(2, 9)
-    for failed in (every * rng.randrange(2, 9) - 1, every * rng.randrange(2, 9), rng.randrange(every - 1)):
-        first = failed // every * every
-        want = (first, failed + 1 - first)
-        wrong = {
-            "the failed step was computed too, and is computed again": (first, failed - first),
-            "the steps below it are in the checkpoint; go on with the next": (first - 1, failed + 2 - first),
-        }
-        got = answer(failed, every)
-        got = tuple(got) if isinstance(got, list) else got
-        if (failed + 1) % every == 0 and got == (failed + 1, 0):
-            fail(f"failed step {failed}, saved every {every} steps: the checkpoint that was due then is not written")
-        what = f"with a failure in step {failed}, saved every {every} steps, (first step, steps computed again)"
-        expect_equal(got, want, what, wrong)
+    ends = (every * rng.randrange(2, 9) - 1, every * rng.randrange(2, 9), rng.randrange(every - 1))
+    return [(failed, every) for failed in ends]
+
+
+check_restart = Exercise(
+    "check_restart",
+    restart,
+    restart_step_by_step,
+    failures,
+    {
+        "the checkpoint that was due then is not written": partial(restart, before=1),
+        "the failed step was computed too, and is computed again": partial(restart, again=0),
+        "the steps below it are in the checkpoint; go on with the next": lambda failed, every: (
+            restart(failed, every)[0] - 1,
+            restart(failed, every, again=2)[1],
+        ),
+    },
+    several("return two numbers, (first step, steps computed again)", "the first step", "steps computed again"),
+)
 
 
 # ------------------------------------------------------------------------------------ 3. fewer ranks
-def micro_batches_of(sequences: int, ranks: int, tp: int, pp: int, micro_batch: int) -> int | None:
+def micro_batches_of(sequences, ranks, tp, pp, micro_batch):
     """Micro-batches with which these ranks process exactly so many sequences in a step; None if they cannot."""
     dp, ranks_left_over = divmod(ranks, tp * pp)
     if ranks_left_over or not dp:
@@ -73,78 +97,111 @@ def micro_batches_of(sequences: int, ranks: int, tp: int, pp: int, micro_batch: 
     return None if sequences_left_over or not micro_batches else micro_batches
 
 
-@grader
-def check_fewer_ranks(answer, rng):
-    """Of cases that divide, and of cases in which the ranks or the sequences do not."""
+def fewer_by_dealing(sequences, ranks, tp, pp, micro_batch):
+    """Takes full pipelines from the ranks, then deals a micro-batch to each, until no sequence is left."""
+    dp = count = 0
+    while ranks >= tp * pp:
+        ranks, dp = ranks - tp * pp, dp + 1
+    while dp and sequences >= dp * micro_batch:
+        sequences, count = sequences - dp * micro_batch, count + 1
+    return count if ranks == sequences == 0 else None
+
+
+def clusters(rng):
+    """(sequences, ranks, tp, pp, micro-batch): only the first two divide."""
     possible = (128, rng.choice([8, 16, 32]), 2, rng.choice([1, 2]), 2)
-    cases = [possible, (24, 12, 2, 2, 1), (16, 6, 4, 1, 1), (16, 12, 2, 2, 1), (8, 2, 4, 1, 1), (2, 8, 2, 1, 1)]
-    for sequences, ranks, tp, pp, micro_batch in cases:
-        want = micro_batches_of(sequences, ranks, tp, pp, micro_batch)
-        got = answer(sequences, ranks, tp, pp, micro_batch)
-        what = (
-            f"with {sequences} sequences, {ranks} ranks, tp {tp}, pp {pp}, micro-batches of {micro_batch}: the number"
-        )
-        wrong = {
-            "tp and pp ranks share their sequences; divide by dp alone": sequences // (ranks * micro_batch),
-            "a micro-batch has several sequences": sequences * tp * pp // ranks,
-        }
-        if want is None and got is not None:
-            fail(f"{what} is {got!r}, and None is right: the ranks or the sequences do not divide")
-        if want is not None:
-            expect_equal(got, want, what, wrong)
+    return [possible, (24, 12, 2, 2, 1), (16, 6, 4, 1, 1), (16, 12, 2, 2, 1), (8, 2, 4, 1, 1), (2, 8, 2, 1, 1)]
 
 
-# ------------------------------------------------------------------------------------ 4. the slow rank
-def _ask(answer, rows):
-    return answer(list(rows[dist.get_rank()]), dist.group.WORLD)
+def watch_micro_batches(answer, sequences, ranks, tp, pp, micro_batch):
+    count = answer(sequences, ranks, tp, pp, micro_batch)
+    return {"the number": "None" if count is None else count}
 
 
-@grader
-def check_slow_rank(answer, rng):
-    """On real ranks: every rank knows its own seconds alone, and all must name the same rank."""
-    world_size = rng.choice([3, 4])
-    slow = rng.randrange(1, world_size)
-    usual = [[0.1 + 0.01 * rng.random() for _ in range(7)] for _ in range(world_size)]
-    late = [list(row) for row in usual]
-    late[slow] = [2 * seconds for seconds in late[slow]]
-    hiccup = [list(row) for row in usual]
+check_fewer_ranks = Exercise(
+    "check_fewer_ranks",
+    micro_batches_of,
+    fewer_by_dealing,
+    clusters,
+    {
+        "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
+            sequences // (ranks * micro_batch)
+        ),
+        "a micro-batch has several sequences": lambda sequences, ranks, tp, pp, micro_batch: (
+            sequences * tp * pp // ranks
+        ),
+        "None is right where the ranks or the sequences do not divide": [
+            lambda sequences, ranks, tp, pp, micro_batch: sequences // (max(1, ranks // (tp * pp)) * micro_batch),
+            lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
+        ],
+    },
+    watch_micro_batches,
+    {"the number": "is None where the ranks or the sequences do not divide"},
+)
+
+
+# ------------------------------------------------------------------------------------ 6. the slow rank
+def slow_rank(seconds, group, of_rank=median, of_others=None):
+    """The rank above 1.5 times the median of the others; None if there is none."""
+    known = all_gather_json(of_rank(seconds), group)
+    slowest = known.index(max(known))
+    others = median(known[:slowest] + known[slowest + 1 :])
+    return slowest if known[slowest] > 1.5 * (of_others(known) if of_others else others) else None
+
+
+def slow_by_sum(seconds, group):
+    row = torch.zeros(dist.get_world_size(group), dtype=torch.float64)
+    row[dist.get_rank(group)] = median(seconds)
+    dist.all_reduce(row, group=group)
+    slowest = int(row.argmax())
+    others = median([*row[:slowest].tolist(), *row[slowest + 1 :].tolist()])
+    return slowest if row[slowest] > 1.5 * others else None
+
+
+def seconds_of_steps(rng):
+    size = rng.choice([3, 4])
+    slow = rng.randrange(1, size)
+    usual = [[0.1 + 0.01 * rng.random() for _ in range(7)] for _ in range(size)]
+
+    def times(factor, of_slow):
+        return [[(of_slow if rank == slow else factor) * s for s in row] for rank, row in enumerate(usual)]
+
+    hiccup = times(1, 1)
     hiccup[slow][rng.randrange(7)] = 9.0
-    uneven = [[4 * seconds for seconds in row] for row in usual]
-    uneven[slow] = [1.6 * seconds for seconds in uneven[slow]]
-    between = _with_a_rank_between(world_size, slow)
-    for name, rows in (
-        ("one rank takes twice as long", late),
-        ("all ranks are alike", usual),
-        ("all ranks are alike, in a larger model", [[4 * seconds for seconds in row] for row in usual]),
-        ("one rank has a single slow step", hiccup),
-        ("all ranks are slower than before, one 1.6 times as slow as the others", uneven),
-        ("one rank takes 1.7 times as long as the fastest, and another rank lies between", between),
-    ):
-        want = slowest_rank(rows, 1.5)
-        answers = list(run_ranks(_ask, world_size, answer, rows))
-        if len(set(map(repr, answers))) > 1:
-            fail(f"{name}: the ranks answer {answers}; all must name the same: let them tell each other their medians")
-        if want is None and answers[0] is not None:
-            told = (
-                "a single slow step is no slow rank; compare medians" if rows is hiccup else "compare with the others"
-            )
-            fail(f"{name}: you name rank {answers[0]}, and None is right: {told}")
-        if want is not None:
-            if answers[0] is None and not _is_slow_among_all(rows, want):
-                fail(
-                    f"{name}: you name None, and rank {want} is right: compare with the median of the other ranks' "
-                    "medians; with its own among them, a slow rank raises what it is compared with"
-                )
-            expect_equal(answers[0], want, f"{name}: the slow rank")
+    between = [[0.1] * 7 for _ in range(size)]  # above 1.5 times the median of the others, but not of all
+    between[slow], between[0] = [0.17] * 7, [0.12 if size == 3 else 0.14] * 7
+    rows = {
+        "all are alike": usual,
+        "all are alike, in a larger model": times(4, 4),
+        "one has a single slow step": hiccup,
+        "one takes twice as long": times(1, 2),
+        "all are slower than before, one 1.6 times as slow as the others": times(4, 6.4),
+        "one takes 1.7 times as long as the fastest, and another lies between": between,
+    }
+    return [(size, name, Each(of_ranks)) for name, of_ranks in rows.items()]
 
 
-def _with_a_rank_between(world_size: int, slow: int) -> list[list[float]]:
-    """One rank is above 1.5 times the median of the others, and not above 1.5 times the median of all."""
-    factors = [1.0] * world_size
-    factors[slow], factors[0] = 1.7, 1.2 if world_size == 3 else 1.4
-    return [[0.1 * factor] * 7 for factor in factors]
+def watch_slow(answer, ranks, seconds):
+    found = answer(list(seconds[dist.get_rank()]), dist.group.WORLD)
+    return {"the slow rank": "None" if found is None else found}
 
 
-def _is_slow_among_all(rows: list[list[float]], rank: int) -> bool:
-    medians = [median(row) for row in rows]
-    return medians[rank] > 1.5 * median(medians)
+check_slow_rank = Exercise(
+    "check_slow_rank",
+    slow_rank,
+    slow_by_sum,
+    seconds_of_steps,
+    {
+        "a single slow step is no slow rank; compare medians": partial(slow_rank, of_rank=mean),
+        "compare with the others, not with a fixed time": partial(slow_rank, of_others=lambda known: 0.1),
+        "the ranks answer otherwise; all must name the same: let them tell each other their medians": (
+            lambda seconds, group: dist.get_rank(group) if median(seconds) > 0.15 else None
+        ),
+        "compare with the median of the other ranks' medians; with its own among them, a slow rank raises what it is "
+        "compared with": partial(slow_rank, of_others=median),
+    },
+    watch_slow,
+    {"the slow rank": "all ranks must name the same, and None if none is slow"},
+    ranks=True,
+    hang="Does every rank call the same collectives?",
+)
