@@ -249,7 +249,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
-    "layout.experts": {},
+    "layout.experts": {"capacity_of": {"num_tokens": 8, "capacity_factor": 1.0}},
     "layout.record": {},
     "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
     "traffic.collectives": {
@@ -361,7 +361,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "choose": {"score_TE": torch.rand(6, 8), "bias_E": None, "config": MIXTURE.moe},
         "weigh": {"score_TE": torch.rand(6, 8), "expert_Tk": ROUTING.expert_Tk, "config": MIXTURE.moe},
         "capacity": {"num_tokens": 8, "config": MIXTURE.moe},
-        "capacity_of": {"num_tokens": 8, "capacity_factor": 1.0},
         "keep": {"expert_Tk": ROUTING.expert_Tk, "room": 2},
         "route": {"logits_TE": torch.randn(6, 8), "config": MIXTURE.moe},
         "dispatch": {"x_TD": torch.randn(6, 4)},
