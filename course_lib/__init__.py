@@ -17,6 +17,8 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     run.py         a model, its layout and its numbers in one record that every formula takes
+    panels/        controls by name, and pure functions from their values to an SVG and a sentence
+    palette.py, units.py     the colours of pictures; bytes and seconds in words
 1. A world of ranks
     compat.py, devices.py    differences between torch versions; the device of this rank
     launch/        launch(fn, world_size, *args) -> what each rank returned
@@ -37,7 +39,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     labs/          what to run on a real cluster for a chapter, and what was measured there
     cluster/       a site before a long job: what it is like, and whether its nodes and links are well
 5. What people see and learn with
-    plots/, widgets/         pictures from plain records; sliders on the same pictures
+    plots/, widgets/         pictures from plain records; panels in a notebook, a run that is watched
     checks/        graders of the exercises, a folder a chapter
     authoring/     notebooks as source code
     cli/           the command `course`; __main__.py is python -m course_lib

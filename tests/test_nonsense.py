@@ -48,14 +48,6 @@ from course_lib.timing.failures import Failures
 from course_lib.train import TrainPlan
 from course_lib.train.options import Options
 from course_lib.training.precision import Precision
-from course_lib.widgets.context import ContextChoice, explore_context
-from course_lib.widgets.data_parallel import DPChoice, explore_dp
-from course_lib.widgets.experts import ExpertChoice, explore_experts
-from course_lib.widgets.five_d import FiveDChoice, explore_five_d
-from course_lib.widgets.memory import MemoryChoice, explore_memory
-from course_lib.widgets.pipeline import PipelineChoice, explore_pipeline
-from course_lib.widgets.tensor import TensorChoice, explore_tensor
-from course_lib.widgets.zero import ZeroChoice, explore_zero
 
 LIMIT_S = 2.0  # of CPU time, refused or done; usually milliseconds
 HUGE = 10**15
@@ -257,7 +249,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
-    "layout.experts": {},
+    "layout.experts": {"capacity_of": {"num_tokens": 8, "capacity_factor": 1.0}},
     "layout.record": {},
     "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
     "traffic.collectives": {
@@ -369,7 +361,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "choose": {"score_TE": torch.rand(6, 8), "bias_E": None, "config": MIXTURE.moe},
         "weigh": {"score_TE": torch.rand(6, 8), "expert_Tk": ROUTING.expert_Tk, "config": MIXTURE.moe},
         "capacity": {"num_tokens": 8, "config": MIXTURE.moe},
-        "capacity_of": {"num_tokens": 8, "capacity_factor": 1.0},
         "keep": {"expert_Tk": ROUTING.expert_Tk, "room": 2},
         "route": {"logits_TE": torch.randn(6, 8), "config": MIXTURE.moe},
         "dispatch": {"x_TD": torch.randn(6, 4)},
@@ -548,16 +539,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_overlap": {"spans": [Span(0, "compute", "forward", 0.0, 1.0)]},
         "show_step_times": {"seconds": {"dp": (1.0, 2.0)}},
     },
-    "widgets.collectives": {"explore_collective": {"collective": "all_reduce", "link_key": "efa"}},
-    "widgets.context": {"explore_context": {"chosen": ContextChoice()}},
-    "widgets.data_parallel": {"explore_dp": {"chosen": DPChoice()}},
-    "widgets.experts": {"ExpertChoice": {"capacity_factor": ...}, "explore_experts": {"chosen": ExpertChoice()}},
-    "widgets.five_d": {"explore_five_d": {"chosen": FiveDChoice()}},
-    "widgets.memory": {"explore_memory": {"chosen": MemoryChoice(), "gpus": ["h100"]}},
-    "widgets.pipeline": {"explore_pipeline": {"chosen": PipelineChoice()}},
-    "widgets.pipeline_puzzle": {"check_puzzle": {"num_micro_batches": 1}, "best_known": {"split": False}},
-    "widgets.tensor": {"explore_tensor": {"chosen": TensorChoice()}},
-    "widgets.zero": {"explore_zero": {"chosen": ZeroChoice()}},
     "claims.record": {
         "Claim": "made by ledger, from rows that it checks",
         "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
@@ -599,22 +580,14 @@ def public(module) -> list[str]:
         and (inspect.isfunction(value) or (inspect.isclass(value) and dataclasses.is_dataclass(value)))
         and inspect.signature(value).parameters
         and (inspect.isclass(value) or hasattr(value, "__wrapped__") or not module.__name__.startswith(INSIDE))
-        and (
-            not module.__name__.startswith(DRAWN)
-            or name in MODULES[module.__name__.partition(".")[2]]
-            or is_choice(value)
-        )
+        and (not module.__name__.startswith(DRAWN) or name in MODULES[module.__name__.partition(".")[2]])
     ]
 
 
-# Of pictures and explorers: what notebooks call. The rest of their functions take what these make.
-DRAWN = ("course_lib.plots", "course_lib.widgets")
+# Of pictures: what notebooks call. The rest of their functions take what these make.
+DRAWN = ("course_lib.plots",)
 # Of arithmetic: what checks its arguments because notebooks name it; the rest takes what these and records checked.
 INSIDE = tuple(f"course_lib.{folder}" for folder in ("memory", "traffic", "timing", "layout", "flops"))
-
-
-def is_choice(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and value.__name__.endswith("Choice")
 
 
 def cases() -> list[tuple[str, str]]:
@@ -696,23 +669,9 @@ class time_limit:
         raise SystemExit(f"it took longer than {LIMIT_S} s")
 
 
-EXPLORED = {  # -> who reads a choice: words that stand for records are looked up, and refused, there
-    ContextChoice: explore_context,
-    DPChoice: explore_dp,
-    ExpertChoice: explore_experts,
-    FiveDChoice: explore_five_d,
-    MemoryChoice: partial(explore_memory, gpus=["h100"]),
-    PipelineChoice: explore_pipeline,
-    TensorChoice: explore_tensor,
-    ZeroChoice: explore_zero,
-}
-
-
 def under_test(module: str, name: str):
-    """The function or record of that name; a choice with what reads it."""
-    function = getattr(import_module(f"course_lib.{module}"), name)
-    explore = EXPLORED.get(function)
-    return function if explore is None else lambda **fields: explore(function(**fields))
+    """The function or record of that name."""
+    return getattr(import_module(f"course_lib.{module}"), name)
 
 
 def verdicts(module: str, name: str) -> dict[tuple[str, str], str]:
@@ -731,7 +690,7 @@ def verdicts(module: str, name: str) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.slow
-def test_every_picture_and_explorer_that_a_notebook_names_checks_its_arguments():
+def test_every_picture_that_a_notebook_names_checks_its_arguments():
     modules = [module for module in map(import_module, names_of_modules()) if module.__name__.startswith(DRAWN)]
     bare = [
         f"{module.__name__}.{name}"
@@ -739,8 +698,7 @@ def test_every_picture_and_explorer_that_a_notebook_names_checks_its_arguments()
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
         and inspect.signature(value).parameters and not hasattr(value, "__wrapped__")
-        and ("widgets" in module.__name__ or inspect.signature(value).return_annotation is None)
-        and ("widgets" in module.__name__ or name.startswith("show_"))
+        and inspect.signature(value).return_annotation is None and name.startswith("show_")
     ]  # fmt: skip
     assert len(modules) > 30 and bare == []
 

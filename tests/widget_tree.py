@@ -1,4 +1,4 @@
-"""What is inside a widget: for tests of the explorers."""
+"""What is inside a widget: for tests of panels."""
 
 import ipywidgets
 
@@ -17,8 +17,3 @@ def control(widget, description: str):
 
 def texts(widget) -> str:
     return " | ".join(w.value for w in all_of(widget, ipywidgets.HTML))
-
-
-def shown(widget) -> list[bytes]:
-    """The pictures that can be seen."""
-    return [image.value for image in all_of(widget, ipywidgets.Image) if image.layout.display != "none"]

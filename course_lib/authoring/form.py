@@ -51,6 +51,11 @@ def tags_of(cell) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
+def is_picture(output) -> bool:
+    """Whether an output has a picture: a PNG with its words in the metadata, or an SVG that has them inside."""
+    return any(kind in output.get("data", {}) for kind in ("image/png", "image/svg+xml"))
+
+
 def is_check_cell(cell) -> bool:
     """Whether a cell calls a grader: `check_...(...)` at its top level."""
     return cell.cell_type == "code" and CHECK.search(cell.source) is not None
@@ -136,7 +141,7 @@ def _normal_outputs(outputs, count: int) -> list:
                 continue
             streams[output.name] = output
         elif output.output_type in ("display_data", "execute_result"):
-            if output.data.pop(WIDGET_VIEW, None) and "image/png" not in output.data:
+            if output.data.pop(WIDGET_VIEW, None) and not is_picture(output):
                 continue
             shown = {key: output.metadata.get("image/png", {}).get(key) for key in ("alt", "height", "width")}
             shown = {key: value for key, value in shown.items() if value is not None}

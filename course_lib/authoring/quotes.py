@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from course_lib.authoring.form import ROOT, notebook_paths, read, write
+from course_lib.authoring.form import ROOT, is_picture, notebook_paths, read, write
 
 NUMBER = re.compile(
     r"(?<![\w.^])((?:(?<![^\s($\[])-)?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?))(?!\.?\d|[A-Za-z_])"
@@ -49,7 +49,7 @@ def is_printed(number: str, printed: set[str]) -> bool:
 def text_outputs(cell) -> str:
     """Return what a code cell prints: streams, values and tables, not what stands behind a picture."""
     texts = [output.text for output in cell.outputs if output.output_type == "stream"]
-    data = [output.data for output in cell.outputs if "data" in output and "image/png" not in output.data]
+    data = [output.data for output in cell.outputs if "data" in output and not is_picture(output)]
     texts += [each.get("text/plain", "") + re.sub("<[^>]*>", " ", each.get("text/html", "")) for each in data]
     return "\n".join(texts)
 

@@ -11,7 +11,7 @@ import nbformat
 
 from course_lib.authoring.address import INSTALL
 from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
-from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, read, tags_of
+from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, is_picture, read, tags_of
 from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
 from course_lib.authoring.quotes import quote_problems
@@ -43,7 +43,7 @@ def is_uncompared(cell) -> bool:
     """Whether nothing of a cell's output is held: a tag says so, or it shows pictures alone and asserts nothing."""
     if UNCOMPARED_TAGS & set(tags_of(cell)):
         return True
-    pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+    pictures = [output for output in cell.outputs if is_picture(output)]
     return bool(pictures) and len(pictures) == len(cell.outputs) and "assert " not in cell.source
 
 
@@ -80,10 +80,17 @@ def cell_problems(cell) -> list[str]:
 
 def picture_problems(cell) -> list[str]:
     """Pictures of a cell that say nothing to readers who do not see them."""
-    pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
-    alts = [output.metadata.get("image/png", {}).get("alt", "") for output in pictures]
-    silent = any(not SENTENCE.fullmatch(alt) for alt in alts)
+    silent = any(not SENTENCE.fullmatch(_alt(output)) for output in cell.outputs if is_picture(output))
     return [f"cell {cell['id']}: stores a picture without a sentence that says what it shows; run the cell"] * silent
+
+
+def _alt(output) -> str:
+    """What a picture shows in words."""
+    drawn = output.data.get("image/svg+xml")
+    if drawn is None:
+        return output.metadata.get("image/png", {}).get("alt", "")
+    words = re.search(r"<desc>(.*?)</desc>", drawn, re.DOTALL)
+    return words[1] if words else ""
 
 
 def width_problems(cell) -> list[str]:

@@ -6,11 +6,12 @@ layout.experts_per_rank, layout.node_of_rank(9), layout.relay(src=3, node=1)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_heads, piece_sizes
-from course_lib.validate import Size, check_fields, checked
+from course_lib.validate import Count, Positive, Size, check_fields, checked
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows travel; traffic/routing.py has the bytes
 
@@ -62,6 +63,19 @@ class ExpertLayout:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+@checked(num_tokens=Count, top_k=Size, num_experts=Size, capacity_factor=Positive)
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
+
+    Raises   ValueError unless the factor is more than 0
+    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
+    """
+    if not capacity_factor > 0:
+        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
+    share = capacity_factor * top_k * num_tokens / num_experts
+    return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
 # --- checks

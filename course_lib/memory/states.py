@@ -22,7 +22,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572; Mixtral:
              arXiv:2401.04088; DeepSeek-V3: arXiv:2412.19437
     """
-    tables = {"llama": _llama_shapes, "gpt": _gpt_shapes, "xlmr": _xlmr_shapes}
+    tables = {"llama": _llama_shapes, "gpt": _transformer_shapes, "xlmr": _transformer_shapes}
     if config.family not in tables:
         raise ValueError(f"family {config.family!r} has no parameter table; choose from {', '.join(tables)}")
     return _with_latent_attention(config, _with_experts(config, tables[config.family](config)))
@@ -86,11 +86,16 @@ def _llama_shapes(config: ModelConfig) -> Shapes:
     return shapes if config.tied else shapes | {"head": ((V, D), 1)}
 
 
-def _transformer_block_shapes(config: ModelConfig) -> Shapes:
-    """A block with biases and two LayerNorms, as GPT-2 and XLM-R have it."""
-    D, F, L = config.d_model, config.d_ff, config.num_layers
+def _transformer_shapes(config: ModelConfig) -> Shapes:
+    """GPT-2 and XLM-R: biases, two LayerNorms a block, learned positions.
+
+    Of XLM-R the encoder alone, without pooler and head. Its position table has two rows more (padding).
+    """
+    D, F, V, L, encoder = config.d_model, config.d_ff, config.vocab_size, config.num_layers, config.family == "xlmr"
     NH = config.num_heads * config.head_dim
-    shapes = {}
+    shapes = {"embed": ((V, D), 1), "positions": ((config.max_seq_len + 2 * encoder, D), 1)}
+    shapes |= {"token_type": ((1, D), 1)} if encoder else {}
+    shapes |= {"norm": ((D,), 1), "norm.bias": ((D,), 1)}
     attention = [(name, NH, D) for name in "qkv"] + [("o", D, NH)]
     for part, matrices in (("attention", attention), ("mlp", [("up", F, D), ("down", D, F)])):
         shapes[f"{part}.norm"] = ((D,), L)
@@ -98,32 +103,7 @@ def _transformer_block_shapes(config: ModelConfig) -> Shapes:
         for name, rows, columns in matrices:
             shapes[f"{part}.{name}"] = ((rows, columns), L)
             shapes[f"{part}.{name}.bias"] = ((rows,), L)
-    return shapes
-
-
-def _gpt_shapes(config: ModelConfig) -> Shapes:
-    D, V = config.d_model, config.vocab_size
-    ends = {
-        "embed": ((V, D), 1),
-        "positions": ((config.max_seq_len, D), 1),
-        "norm": ((D,), 1),
-        "norm.bias": ((D,), 1),
-    }
-    head = {} if config.tied else {"head": ((V, D), 1)}
-    return ends | _transformer_block_shapes(config) | head
-
-
-def _xlmr_shapes(config: ModelConfig) -> Shapes:
-    """The encoder alone, without pooler and head. Its position table has two rows more than positions (padding)."""
-    D, V = config.d_model, config.vocab_size
-    ends = {
-        "embed": ((V, D), 1),
-        "positions": ((config.max_seq_len + 2, D), 1),
-        "token_type": ((1, D), 1),
-        "norm": ((D,), 1),
-        "norm.bias": ((D,), 1),
-    }
-    return ends | _transformer_block_shapes(config)
+    return shapes if config.tied or encoder else shapes | {"head": ((V, D), 1)}
 
 
 @checked
@@ -358,15 +338,12 @@ def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int
 
     Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)
     """
-    numel = prod(shape)
-    if optimizer == "adamw":
-        return recipe.moment_bytes * numel
-    if optimizer == "adamw-8bit":
-        return 2 * (numel + 4 * -(-numel // 256)) if numel >= 4096 else 8 * numel
-    if optimizer == "adafactor":
-        return recipe.moment_bytes // 2 * (sum(shape) if len(shape) == 2 else numel)
-    if optimizer == "sgd-momentum":
-        return recipe.moment_bytes // 2 * numel
-    if optimizer == "sgd":
-        return 0
-    raise ValueError(f"optimizer {optimizer!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    numel, of_one = prod(shape), recipe.moment_bytes // 2
+    return {
+        "adamw": recipe.moment_bytes * numel,
+        "adamw-8bit": 2 * (numel + 4 * -(-numel // 256)) if numel >= 4096 else 8 * numel,
+        "adafactor": of_one * (sum(shape) if len(shape) == 2 else numel),
+        "sgd-momentum": of_one * numel,
+        "sgd": 0,
+    }[optimizer]

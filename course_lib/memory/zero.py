@@ -194,19 +194,12 @@ def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: Size
     unless they wait on the host or the disk as well. States on disk are read and written back. Parameters off the
     device come up for the forward pass and again for the backward pass of each micro-batch.
     """
-    links = dict.fromkeys(("device to host", "host to device", "disk to host", "host to disk"), 0)
-    if offload.optimizer != "device":
-        links["device to host"] += states.gradients
-        if offload.parameters == "device":
-            links["host to device"] += states.parameters
-    elif offload.parameters != "device":
-        links["device to host"] += states.parameters
-    if offload.optimizer == "disk":
-        links["disk to host"] += states.optimizer
-        links["host to disk"] += states.optimizer
-    if offload.parameters != "device":
-        links["host to device"] += 2 * micro_batches * states.parameters
-    if offload.parameters == "disk":
-        links["disk to host"] += 2 * micro_batches * states.parameters
-        links["host to disk"] += states.parameters
-    return links
+    states_off, parameters_off = offload.optimizer != "device", offload.parameters != "device"
+    of_disk = {name: getattr(offload, name) == "disk" for name in ("optimizer", "parameters")}
+    used = 2 * micro_batches * states.parameters
+    return {
+        "device to host": states.gradients * states_off + states.parameters * (parameters_off and not states_off),
+        "host to device": states.parameters * (states_off and not parameters_off) + used * parameters_off,
+        "disk to host": states.optimizer * of_disk["optimizer"] + used * of_disk["parameters"],
+        "host to disk": states.optimizer * of_disk["optimizer"] + states.parameters * of_disk["parameters"],
+    }

@@ -18,7 +18,6 @@ from course_lib import comm
 from course_lib.config import ModelConfig, preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter, MemoryTracker, Timeline
-from course_lib.minimal.compare_parts import worst_of_ranks
 from course_lib.minimal.data import DataParallel
 from course_lib.model import build
 from course_lib.span import Span
@@ -47,15 +46,6 @@ def compare_with_one_process(trainer: type, world_size: Size = 4, num_micro_batc
     A step of SGD shows a wrong factor of the gradient, which AdamW's first step hides. Computed in float64.
     """
     return max(launch(_largest_difference, world_size, trainer, num_micro_batches))
-
-
-@checked
-def differences_after_a_step(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> dict[str, float]:
-    """Return the largest difference of each parameter from one process, after one step of SGD.
-
-    In the order of the model. After one step only the parameters differ whose own gradient is wrong.
-    """
-    return worst_of_ranks(launch(_differences, world_size, trainer, num_micro_batches, sgd, 1))
 
 
 @checked
@@ -152,6 +142,14 @@ def _differences(trainer: type, num_micro_batches: int, make_optimizer, steps: i
 
 def _config_of(trainer: type) -> ModelConfig:
     return getattr(trainer, "config", CONFIG)
+
+
+def one_process(config: ModelConfig, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean gradients of equally large micro-batches, computed without ranks in float64."""
+    model = build(config, dtype=torch.float64)
+    for x_BS, y_BS in micro_batches:
+        (loss_of(model, x_BS, y_BS) / len(micro_batches)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
 
 
 def _one_process(config: ModelConfig, make_optimizer, steps: int) -> dict[str, Tensor]:

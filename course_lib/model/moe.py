@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.config import SCORES, ModelConfig, MoeConfig
-from course_lib.validate import Count, Index, Positive, Size, checked
+from course_lib.layout.experts import capacity_of
+from course_lib.validate import Count, Index, Size, checked
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,6 @@ def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
     if config.capacity_factor is None:
         return None
     return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
-
-
-@checked(num_tokens=Count, top_k=Size, num_experts=Size, capacity_factor=Positive)
-def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
-
-    Raises   ValueError unless the factor is more than 0
-    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
-    """
-    if not capacity_factor > 0:
-        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
-    share = capacity_factor * top_k * num_tokens / num_experts
-    return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
 @checked(num_experts=Size, room=Index | None)

@@ -15,7 +15,6 @@ five_d.py        form: ranks on nodes, with their groups. show_ranks
 course_map.py    show_course: which chapter builds on which; the README's pictures, written into docs/
 collectives.py   show_collectives, show_ring_all_reduce, show_ring, show_mesh, show_node
 single_gpu.py    show_squares, show_block, show_counters, show_graph, show_tiles
-formats.py       floating-point formats
 precision.py     show_float_formats, show_numbers, show_magnitudes, show_mixed_step; show_lora, show_codes, show_choices
 ladder.py        show_ladder
 comparison.py    show_comparison: predicted beside measured, with the error

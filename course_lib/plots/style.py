@@ -13,7 +13,8 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
 from course_lib.plots.palette import RANK_COLORS, text_on
-from course_lib.validate import Amount, Positive, Share, Size
+from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for  # noqa: F401
+from course_lib.validate import Positive, Share, Size
 
 FULL_WIDTH_IN = 8.5
 BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
@@ -216,56 +217,3 @@ def _texts_in(panels) -> list[str]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def three_digits(value: float) -> str:
-    """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    if abs(value) >= 9.995:
-        return f"{value:.1f}"
-    if abs(value) >= 0.9995:
-        return f"{value:.2f}"
-    return f"{value:.3g}"
-
-
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-
-
-def unit_for(value_bytes: Amount, binary: bool = False) -> str:
-    """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
-    names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
-    fitting = [name for name in names if value_bytes >= UNITS[name]]
-    return fitting[-1] if fitting else "B"
-
-
-def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
-    """Bytes with a named unit, such as `16.1 GB`; without `unit` the largest decimal one that fits."""
-    unit = unit or unit_for(value_bytes)
-    return f"{three_digits(value_bytes / UNITS[unit])} {unit}"
-
-
-TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-
-
-def time_unit_for(value_s: Amount) -> str:
-    """s, ms or µs: the largest in which the value is at least one."""
-    return next((name for name, size in TIME_UNITS.items() if value_s >= size), "µs")
-
-
-def show_seconds(value_s: Amount) -> str:
-    """Seconds with a fitting unit, such as `2.34 ms`."""
-    unit = time_unit_for(value_s)
-    return f"{three_digits(value_s / TIME_UNITS[unit])} {unit}"

@@ -32,12 +32,15 @@ def check(schedule: Schedule) -> None:
 
 
 @checked
-def problems(schedule: Schedule) -> list[str]:
-    """Everything wrong with a schedule, as sentences. Places in a rank's list are counted from 0."""
+def problems(schedule: Schedule, whole: bool = True) -> list[str]:
+    """Everything wrong with a schedule, as sentences. Places in a rank's list are counted from 0.
+
+    whole   False: some is not placed yet; told is what no further instruction can mend
+    """
     if found := _shape_problems(schedule):
         return found
-    found = [*_place_problems(schedule), *_once_problems(schedule), *_order_problems(schedule)]
-    return found or _deadlock(schedule) or list(_channel_problems(schedule))
+    found = [*_place_problems(schedule), *_once_problems(schedule, whole), *_order_problems(schedule)]
+    return found or _deadlock(schedule) or list(_channel_problems(schedule) if whole else ())
 
 
 # --- 1. everything once, at its place
@@ -71,7 +74,7 @@ def _place_problems(schedule: Schedule) -> Iterator[str]:
             yield f"{where} is work of stage {one.stage}, which is on rank {owner}; move it to that rank's list"
 
 
-def _once_problems(schedule: Schedule) -> Iterator[str]:
+def _once_problems(schedule: Schedule, whole: bool) -> Iterator[str]:
     """What is there twice, or not at all."""
     times = Counter(one for row in schedule.instructions for one in row)
     for one, count in times.items():
@@ -82,17 +85,23 @@ def _once_problems(schedule: Schedule) -> Iterator[str]:
             yield f"{one} is there {count} times ({places}); it must be once: its gradient would count again"
     for stage, rank in enumerate(schedule.rank_of_stage):
         for micro_batch in range(schedule.num_micro_batches):
-            yield from _missing(schedule, times, micro_batch, stage, f"rank {rank}")
+            yield from _repeated(times, micro_batch, stage, f"rank {rank}")
+            if whole:
+                yield from _missing(times, micro_batch, stage, f"rank {rank}")
 
 
-def _missing(schedule: Schedule, times: Counter, micro_batch: int, stage: int, where: str) -> Iterator[str]:
-    forward, whole, inputs, weights = (Instruction(op, micro_batch, stage) for op in OPS)
-    if not times[forward]:
-        yield f"{where}: {forward} is missing, the forward of micro-batch {micro_batch} by stage {stage}; add it"
+def _repeated(times: Counter, micro_batch: int, stage: int, where: str) -> Iterator[str]:
+    _, whole, inputs, weights = (Instruction(op, micro_batch, stage) for op in OPS)
     if times[whole] and (times[inputs] or times[weights]):
         part = inputs if times[inputs] else weights
         yield f"{where}: {whole} is the whole backward, so {part} repeats a part of it; take out one of the two"
-    elif not times[whole] and not times[inputs] and not times[weights]:
+
+
+def _missing(times: Counter, micro_batch: int, stage: int, where: str) -> Iterator[str]:
+    forward, whole, inputs, weights = (Instruction(op, micro_batch, stage) for op in OPS)
+    if not times[forward]:
+        yield f"{where}: {forward} is missing, the forward of micro-batch {micro_batch} by stage {stage}; add it"
+    if not times[whole] and not times[inputs] and not times[weights]:
         yield f"{where}: {whole} is missing, the backward of micro-batch {micro_batch} by stage {stage}; add it"
     elif not times[whole] and not times[weights]:
         yield f"{where}: {inputs} has no {weights}: the gradients of the weights are missing; add {weights} behind it"
@@ -174,21 +183,26 @@ def _deadlock(schedule: Schedule) -> list[str]:
 
 def _rests_on(one: Instruction, other: Instruction, schedule: Schedule) -> bool:
     """Whether one is the other, or needs it, or needs something that does: then it cannot come before."""
-    return one == other or any(_rests_on(need, other, schedule) for need in schedule.needed[one])
+    return one == other or any(_rests_on(need, other, schedule) for need in schedule.needed.get(one, ()))
 
 
 def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instruction, Instruction]]:
     """Ranks that wait for each other, each with what it stands at and what it waits for; empty if all are done."""
     rows = schedule.instructions
+    placed = {one for row in rows for one in row}
     done = {one for row, place in zip(rows, reached, strict=True) for one in row[:place]}
-    rank = next((rank for rank, row in enumerate(rows) if reached[rank] < len(row)), None)
-    waits = {}
-    while rank is not None and rank not in waits:
-        one = rows[rank][reached[rank]]
-        need = next(need for need in schedule.needed[one] if need not in done)
-        waits[rank] = (one, need)
-        rank = schedule.rank_of_stage[need.stage]
-    return dict(list(waits.items())[list(waits).index(rank) :]) if waits else {}
+    for rank in range(schedule.pp):
+        waits = {}
+        while rank not in waits and reached[rank] < len(rows[rank]):
+            one = rows[rank][reached[rank]]
+            need = next(need for need in schedule.needed[one] if need not in done)
+            if need not in placed:  # it may come yet
+                break
+            waits[rank] = (one, need)
+            rank = schedule.rank_of_stage[need.stage]
+        if rank in waits:
+            return dict(list(waits.items())[list(waits).index(rank) :])
+    return {}
 
 
 # --- 3. channels

@@ -24,8 +24,10 @@ In backward each row's gradient goes the way back: as many rows as forward, in t
 Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin et al. 2020 (arXiv:2006.16668)
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from course_lib.layout.experts import METHODS, ExpertLayout
@@ -42,10 +44,8 @@ Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested 
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
-    import numpy as np  # here: floor 0 imports without it
-
-    chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
-    return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
+    found = [Counter(chain.from_iterable(_rows(expert_Tk))) for expert_Tk in experts]
+    return [[counts[expert] for expert in range(num_experts)] for counts in found]
 
 
 @checked
@@ -84,12 +84,13 @@ def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Ro
 
 def _tokens_touching(expert_Tk: Any, width: int, places: int) -> list[int]:
     """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
-    import numpy as np
+    touched = Counter(place for row in _rows(expert_Tk) for place in {expert // width for expert in row})
+    return [touched[place] for place in range(places)]
 
-    expert_Tk = np.asarray(expert_Tk)
-    touched_TP = np.zeros((len(expert_Tk), places + 1), dtype=bool)
-    np.put_along_axis(touched_TP, np.where(expert_Tk < 0, places, expert_Tk // width), True, axis=1)
-    return touched_TP[:, :places].sum(0).tolist()
+
+def _rows(expert_Tk: Any) -> list[list[int]]:
+    """The experts of each token as lists, whatever holds them."""
+    return expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
 
 
 # ------------------------------------------------------------------------------------ bytes
@@ -157,47 +158,41 @@ def moe_traffic(
     d_model: Size,
     method: Literal[METHODS] = "plain",
     itemsize: Size = 2,
-    combine_itemsize: Size | None = None,
     capacity: Size | None = None,
 ) -> MoeTraffic:
     """Exact bytes of one MoE layer for one micro-batch, from its routing.
 
-    itemsize: bytes of a number on the way to the experts; combine_itemsize: on the way back, the same if not given
-    (DeepSeek-V3 sends 1 and 2). Gradients travel as their values do in the other pass: dispatch's as combine's values.
     capacity: rows an expert gets from each rank, for "padded".
     Raises   ValueError for an unknown method, a routing of another number of ranks, or a missing capacity
     """
     if len(experts) != layout.ep_size:
         raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
-    back_itemsize = itemsize if combine_itemsize is None else combine_itemsize
-    there, back = d_model * itemsize, d_model * back_itemsize
-    if method == "plain":
-        hops, extra, counts = [plain_rows(counts_of(experts, layout.num_experts), layout)], (0, 0), None
-    elif method == "padded":
-        if capacity is None:
-            raise ValueError(
-                f'method "padded" needs a capacity, 1 row or more that an expert gets from each rank, got {capacity}; '
-                "see capacity_of"
-            )
-        hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
-    else:
-        import numpy as np
-
-        top_k = np.shape(experts[0])[1]
-        weights_bytes = top_k * max(4, itemsize)
-        extra, counts = (top_k * ID_BYTES + weights_bytes, weights_bytes), None
-        hops = (
-            [once_per_rank_rows(experts, layout)]
-            if method == "once_per_rank"
-            else list(once_per_node_rows(experts, layout))
+    if method == "padded" and capacity is None:
+        raise ValueError(
+            f'method "padded" needs a capacity, 1 row or more that an expert gets from each rank, got {capacity}; '
+            "see capacity_of"
         )
-    counts = _count_rows(layout, method) if counts is None else counts
+    there = {
+        "plain": lambda: [plain_rows(counts_of(experts, layout.num_experts), layout)],
+        "padded": lambda: [padded_rows(capacity, layout)],
+        "once_per_rank": lambda: [once_per_rank_rows(experts, layout)],
+        "once_per_node": lambda: once_per_node_rows(experts, layout),
+    }[method]()
+    back, row, ids, weights = [way_back(rows) for rows in there], d_model * itemsize, 0, 0
+    if method.startswith("once"):
+        top_k = next((len(chosen) for expert_Tk in experts for chosen in expert_Tk), 0)
+        ids, weights = top_k * ID_BYTES, top_k * max(4, itemsize)
+
+    def hop_by_hop(hops: Sequence[Rows], row_bytes: int) -> list[Sent]:
+        each = [sent(rows, layout, row_bytes) for rows in hops]
+        return [sum((hop[rank] for hop in each), Sent()) for rank in range(layout.ep_size)]
+
     return MoeTraffic(
-        counts=_sum(layout, [sent(rows, layout, COUNT_BYTES) for rows in counts]),
-        dispatch=_sum(layout, [sent(rows, layout, there + extra[0]) for rows in hops]),
-        combine=_sum(layout, [sent(way_back(rows), layout, back) for rows in hops]),
-        combine_backward=_sum(layout, [sent(rows, layout, there) for rows in hops]),
-        dispatch_backward=_sum(layout, [sent(way_back(rows), layout, back + extra[1]) for rows in hops]),
+        counts=hop_by_hop([] if method == "padded" else _count_rows(layout, method), COUNT_BYTES),
+        dispatch=hop_by_hop(there, row + ids + weights),
+        combine=hop_by_hop(back, row),
+        combine_backward=hop_by_hop(there, row),
+        dispatch_backward=hop_by_hop(back, row + weights),
     )
 
 
@@ -211,7 +206,3 @@ def _count_rows(layout: ExpertLayout, method: str) -> list[Rows]:
     ]
     inside = [[int(_same_node(src, dst, layout)) for dst in range(size)] for src in range(size)]
     return [across, inside]
-
-
-def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
-    return [sum((hop[rank] for hop in hops), Sent()) for rank in range(layout.ep_size)]

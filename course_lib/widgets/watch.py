@@ -9,10 +9,25 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from course_lib.plots.run_log import HEIGHT_IN, draw_run, run_rows
-from course_lib.plots.style import FULL_WIDTH_IN, style
+from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
 from course_lib.train.watch import RunNow, look, read_run, table
 from course_lib.validate import Positive, checked
-from course_lib.widgets import parts
+
+DPI = 160  # the page stretches the picture to its width
+
+
+class Watched(widgets.VBox):
+    """The pictures of a run; a stored notebook keeps them as they were first, for readers without a kernel."""
+
+    def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict] | dict:
+        image = self.children[1]
+        if not image.value:
+            return super()._repr_mimebundle_(**kwargs)
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        alt = "Pictures of a run: its loss, its speed, its memory; run the cell to renew them."
+        png, metadata = picture_output(image.value, alt, alt)
+        return data | png, metadata
 
 
 @checked
@@ -23,7 +38,7 @@ def run_png(folder: str | Path, now: RunNow) -> bytes:
         figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, rows, now.verdict)
         buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=parts.WIDGET_DPI)
+        figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()
 
 
@@ -36,21 +51,21 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
     """
     follow = widgets.ToggleButton(description="Watch", tooltip="renew the pictures until the run has ended")
     refresh = widgets.Button(description="Refresh", tooltip="look once more", button_style="info")
-    image, text = parts.picture(), widgets.HTML()
+    image, text = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none")), widgets.HTML()
     tasks: list[asyncio.Task] = []
 
     def show() -> bool:
         """Draw; whether there will be more to see."""
-        ended = []
-
-        def made() -> tuple[bytes, str]:
+        try:
             now = look(folder)
-            ended.append(now.ended)
-            lines = escape("\n".join(table(now)))
-            return run_png(folder, now), f'<pre style="overflow-x: auto">{lines}</pre>'
-
-        parts.show_in(image, text, made)
-        return not any(ended)
+            image.value = run_png(folder, now)
+        except Exception as error:  # a callback's error is seen nowhere else
+            image.layout.display = "none"
+            text.value = f"<b>Not possible.</b> {escape(str(error))}"
+            return True
+        lines = escape("\n".join(table(now)))
+        text.value, image.layout.display = f'<pre style="overflow-x: auto">{lines}</pre>', None
+        return not now.ended
 
     async def renew() -> None:
         while follow.value and show():
@@ -65,4 +80,4 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
     follow.observe(pressed, names="value")
     refresh.on_click(lambda button: show())
     show()
-    return parts.panel([follow, refresh], image, text)
+    return Watched([widgets.HBox([follow, refresh]), image, text])

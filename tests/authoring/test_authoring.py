@@ -97,6 +97,12 @@ def test_normalise_keeps_the_first_picture_of_a_widget_with_its_size_and_its_wor
     normal = authoring.normalise(new_notebook(cells=[new_code_cell("w", id="w", outputs=[view])]))
     (output,) = normal.cells[0].outputs
     assert output.data == {"image/png": "aa", "text/plain": "VBox()"} and output.metadata == {"image/png": words}
+    drawn = {authoring.WIDGET_VIEW: {"model_id": "1"}, "image/svg+xml": "<svg/>", "text/plain": "Bars."}
+    cell = new_code_cell("w", id="w", outputs=[new_output("display_data", data=drawn)])
+    assert authoring.normalise(new_notebook(cells=[cell])).cells[0].outputs[0].data.keys() == {
+        "image/svg+xml",
+        "text/plain",
+    }
 
 
 @pytest.mark.parametrize(
@@ -326,6 +332,10 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 3"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "without a sentence"),
+        (
+            new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/svg+xml": "<svg/>"})]),
+            "without a sentence",
+        ),
         (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
         (new_code_cell(f"x = '{'long' * 22}'", id="x"), "a line has 94 characters"),
         (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),

@@ -9,7 +9,7 @@ from course_lib.memory.budget import budgets, fits, largest_that_fits
 from course_lib.memory.ranks import for_length, kv_block_bytes
 from course_lib.run import Run
 
-LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")
+LLAMA_8B = preset("llama-3.1-8b")
 EIGHT = {"tp": 8, "sequence_parallel": True}
 
 

@@ -187,7 +187,6 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
     (llama(2, 128, 4, 1, 344, 512), 2, 128, "standard", "selective", "bf16"),
     (llama(4, 96, 6, 2, 256, 300), 3, 96, "fused", "selective", "fp32"),
     (llama(4, 96, 6, 2, 256, 300), 3, 96, "standard", "selective", "fp32"),
-    (llama(2, 64, 4, 1, 128, 256), 2, 256, "standard", "selective", "fp32"),
     (llama(2, 64, 4, 1, 128, 256), 2, 256, "fused", "full", "bf16"),
     (llama(2, 64, 8, 8, 256, 1024), 1, 128, "fused", "none", "bf16-master-fp32-grads"),
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "autocast"),
@@ -199,10 +198,7 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
     (head_norms(3, 64, 8, 2, 192, 256), 4, 64, "fused", "full", "bf16-master"),
     (head_norms(3, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "autocast"),
     (head_norms(3, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "autocast"),
-    (llama(6, 32, 4, 2, 96, 256), 8, 32, "fused", "none", "fp32"),
     (llama(6, 32, 4, 2, 96, 256), 8, 32, "standard", "full", "fp32"),
-    (llama(1, 64, 8, 4, 192, 256), 16, 16, "fused", "full", "fp32"),
-    (llama(2, 160, 10, 5, 480, 256), 2, 64, "fused", "none", "fp32"),
     (llama(2, 160, 10, 5, 480, 256), 2, 64, "standard", "none", "bf16"),
     (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "fp32"),
     (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "bf16"),
@@ -215,13 +211,6 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "full", "bf16"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "selective", "fp32"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "none", "autocast"),
-    (gpt(4, 96, 6, 384, 256, 0.2), 3, 96, "standard", "none", "fp32"),
-    (gpt(4, 96, 6, 192, 256, 0.2), 3, 96, "standard", "full", "fp32"),
-    (gpt(1, 64, 4, 256, 512, 0.1), 8, 32, "standard", "none", "bf16"),
-    (gpt(1, 64, 2, 256, 512, 0.0), 1, 256, "standard", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "selective", "fp32"),
-    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "full", "fp32"),
     (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "none", "bf16-master"),
     (gpt(2, 160, 10, 640, 256, 0.0), 2, 64, "fused", "none", "bf16"),
 ]
@@ -272,15 +261,6 @@ def test_C003_C004_the_full_budget_of_an_8b_model():
     assert whole.total_bytes == whole.peak_bytes + sum(ASSUMED_OVERHEADS.values())
     assert whole.states_bytes / 2 < 80 * GB < whole.states_bytes  # C004: two GPUs do, if ZeRO-3 shards the states
     assert round(whole.states_bytes / 2 / GB) == 64
-
-
-def test_C154_C155_8b_and_70b_over_eight_ranks():
-    eight, seventy = (16 * count_parameters(c) / GB for c in (LLAMA_8B, LLAMA_70B))
-    weights = 2 * count_parameters(LLAMA_8B) / GB
-    assert round(weights + (eight - weights) / 8, 1) == 30.1  # ZeRO-2 over 8
-    assert round(eight / 4, 1) == 32.1 and round(eight / 8, 1) == 16.1  # TP 4; FSDP over 8
-    assert round(seventy / 8) == 141
-    assert round((4 * count_parameters(LLAMA_70B) + 12 * count_parameters(LLAMA_70B) / 4) / 8 / GB, 1) == 61.7
 
 
 def test_accumulation_and_fp32_gradients_raise_the_peak_by_the_gradients():

@@ -1,4 +1,4 @@
-"""The smallest tensor parallelism equals one process and the engine: gradients, bytes, memory; planted bugs do not."""
+"""The smallest tensor parallelism: planted bugs differ from one process; what does not divide is refused."""
 
 from dataclasses import replace
 
@@ -55,12 +55,6 @@ class OwnMaximum(TensorParallel):
 @pytest.mark.parametrize("wrong", sampled([WithoutF, SumsTwice, Averages, SumsNorms, OwnMaximum], 2))
 def test_a_planted_bug_differs_from_one_process(wrong):
     assert compare_with_one_process(wrong, 2) > 1e-6
-
-
-def test_a_step_shows_which_parameters_are_wrong():
-    right, summed = (compare.differences_after_a_step(trainer, 2) for trainer in (TensorParallel, SumsNorms))
-    assert max(right.values()) < 1e-10 and list(right) == [name for name, _ in build(CONFIG).named_parameters()]
-    assert {name for name, difference in summed.items() if difference > 1e-6} == {n for n in summed if "norm" in n}
 
 
 def test_heads_that_do_not_divide_and_a_tied_head_are_refused_in_a_sentence():

@@ -10,8 +10,8 @@ from course_lib.memory.activations import block_terms
 from course_lib.memory.states import RECIPES
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.passes import PASS_CONFIG
+from course_lib.panels.precision import FORMATS
 from course_lib.plots import precision, single_gpu
-from course_lib.plots.formats import FORMATS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
           "fp8 e5m2": torch.float8_e5m2, "fp8 e4m3": torch.float8_e4m3fn}  # fmt: skip

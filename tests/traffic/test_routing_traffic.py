@@ -52,11 +52,11 @@ def test_bytes_are_split_by_node_and_what_stays_costs_nothing():
 
 
 def test_beside_a_row_that_goes_once_travel_ids_and_weights_and_their_gradients_return():
-    traffic = moe_traffic(BY_HAND, LAYOUT, d_model=5, method="once_per_node", itemsize=1, combine_itemsize=2)
+    traffic = moe_traffic(BY_HAND, LAYOUT, d_model=5, method="once_per_node", itemsize=1)
     beside = 2 * 4 + 2 * 4  # two assignments: an id in 4 bytes, a weight in FP32
     assert traffic.dispatch[0] == Sent(1 * (5 + beside), 3 * (5 + beside))
-    assert traffic.combine[0] == Sent(1 * 10, 0) and traffic.combine[2] == Sent(1 * 10, 3 * 10)
-    assert traffic.dispatch_backward[2] == Sent(1 * (10 + 8), 3 * (10 + 8))
+    assert traffic.combine[0] == Sent(1 * 5, 0) and traffic.combine[2] == Sent(1 * 5, 3 * 5)
+    assert traffic.dispatch_backward[2] == Sent(1 * (5 + 8), 3 * (5 + 8))
     assert traffic.combine_backward[0] == Sent(5, 15)
     assert traffic.counts[0] == Sent(8, 8)  # one number to the other node, one to the other rank of mine
 

@@ -1,151 +1,183 @@
-"""The functions behind the widgets, and their wiring: values set and buttons pressed in a plain Python process."""
+"""Panels in a notebook: values set and buttons pressed in a plain Python process."""
 
 import subprocess
 import sys
 
 import ipywidgets
-import matplotlib.pyplot as plt
 import pytest
-from widget_tree import all_of, control, shown, texts
+from widget_tree import all_of, control, texts
 
-from course_lib.compare.profile import profile_step
-from course_lib.config import preset
-from course_lib.hardware import LINKS
-from course_lib.memory.budget import budget, fits
-from course_lib.timing import collective_s
-from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.widgets import collective_explorer, dp_explorer, memory, memory_explorer, parts, precision_explorer
-from course_lib.widgets.collectives import describe_collective, explore_collective
-from course_lib.widgets.data_parallel import DPChoice, describe_dp, explore_dp
-from course_lib.widgets.memory import MemoryChoice, describe_measurement, explore_memory, measure_memory
-from course_lib.widgets.precision import explore_precision, precision_table
+from course_lib.compare.five_d_profile import SENT, FiveDComparison
+from course_lib.compare.sharded_profile import Sizes, measure_tensor
+from course_lib.compare.sharded_profile import measure_zero as zero_on_ranks
+from course_lib.panels.memory import MEMORY
+from course_lib.panels.overlap import OVERLAP
+from course_lib.panels.puzzle import PUZZLE
+from course_lib.panels.recompute import BLOCKS, RECOMPUTE
+from course_lib.panels.record import Panel
+from course_lib.panels.runs import KNOWN, LAYOUT, PLAN, TENSOR_SEQUENCE, ZERO
+from course_lib.widgets import measure_layout, measure_memory, measure_zero, play
+from course_lib.widgets.host import OWN
 
-# ---------------------------------------------------------------- the functions
-
-
-def test_the_memory_view_is_the_budget_against_the_gpus():
-    view = explore_memory(MemoryChoice(), ["t4", "h100", "b200"])
-    needed = budget(preset("llama-3.1-8b"), 1, 4096)
-    assert view.budget == needed and view.bar.total_bytes == needed.total_bytes
-    assert set(view.bar.fits) == {"B200 (HGX) 180 GB"} and fits(needed, "b200") and not fits(needed, "h100")
-    assert f"{needed.total_bytes / 1e9:.1f} GB = {needed.total_bytes / 2**30:.1f} GiB" in view.text
-    assert "128.5 GB (119.7 GiB) for 8,030,261,248 parameters" in view.text
-    assert "Out of memory: T4, H100 SXM 80 GB" in view.text
-    assert "fit in 1 of 3 GPUs" in view.title
-
-
-def test_a_memory_choice_changes_the_kind_that_it_should():
-    plain = explore_memory(MemoryChoice(), []).budget
-    assert explore_memory(MemoryChoice(batch_size=2), []).budget.activations > 1.9 * plain.activations
-    assert explore_memory(MemoryChoice(recompute="full"), []).budget.activations < plain.activations / 4
-    assert explore_memory(MemoryChoice(optimizer="sgd"), []).budget.optimizer < plain.optimizer
-    assert explore_memory(MemoryChoice(attention="standard"), []).budget.activations > plain.activations
-    assert explore_memory(MemoryChoice(recipe="fp32"), []).budget.parameters == 2 * plain.parameters
-    with pytest.raises(ValueError, match="choose at most 1024"):
-        explore_memory(MemoryChoice(model="gpt2", seq_len=2048), [])
-
-
-def test_a_collective_view_adds_up_and_names_the_regime():
-    view = explore_collective("all_reduce", 10**6, 8, "nvlink4")
-    assert view.total_s == pytest.approx(collective_s("all_reduce", 10**6, 8, LINKS["nvlink4"]))
-    assert view.sent_bytes == ring_all_reduce_bytes(10**6, 8)
-    assert view.way == "ring, LL" and view.regime == "latency"
-    assert explore_collective("all_reduce", 10**9, 8, "nvlink4").way == "nvls, Simple"
-    assert explore_collective("all_reduce", 10**9, 8, "nvlink4").regime == "bandwidth"
-    assert "1.75 MB a rank" in describe_collective(view)
-
-
-def test_precision_says_what_is_swallowed_and_what_underflows():
-    assert [row.verdict for row in explore_precision(1.0, 1e-3)] == ["kept", "the update is swallowed", "kept"]
-    assert explore_precision(1.0, 1e-8)[2].verdict == "the update underflows to zero"
-    assert explore_precision(1e5, 1.0)[2].verdict == "overflows"
-    assert explore_precision(1e-8, 1.0)[2].verdict == "the weight underflows to zero"
-    assert "of the update arrive" in explore_precision(1.0, 1e-2)[1].verdict
-    assert precision_table(explore_precision(1.0, 1e-3)).count("<tr>") == 4
-
-
-def test_data_parallel_view_counts_tokens_and_exposes_what_is_not_hidden():
-    late = explore_dp(DPChoice(overlap=False))
-    early = explore_dp(DPChoice())
-    assert early.global_batch_tokens == 8 * 2 * 4096
-    assert late.exposed_s == pytest.approx(late.comm_s) and late.step_s == pytest.approx(late.compute_s + late.comm_s)
-    assert early.exposed_s < late.exposed_s and early.step_s == pytest.approx(early.compute_s + early.exposed_s)
-    accumulated = explore_dp(DPChoice(micro_batches=4))
-    assert accumulated.global_batch_tokens == 4 * early.global_batch_tokens
-    assert accumulated.exposed_s == pytest.approx(early.exposed_s)  # gradients travel once a step
-    assert accumulated.efficiency_percent > early.efficiency_percent
-    alone = explore_dp(DPChoice(dp_size=1))
-    assert alone.comm_s == 0 and alone.efficiency_percent == pytest.approx(100)
-    assert "Global batch 65,536 tokens" in describe_dp(early)
-
-
-def test_a_measurement_trains_for_real_and_lays_states_on_the_formula_to_the_byte():
-    result = measure_memory(MemoryChoice(seq_len=128, recipe="fp32"), d_model=32, num_layers=1)
-    assert result.config.d_model == 32 and len(result.timeline.times_s) > 50
-    for kind in ("parameters", "gradients", "optimizer"):
-        assert result.row(kind).error_percent == 0
-    assert abs(result.row("activations").error_percent) < 2
-    assert "llama-3.1-8b, scaled down (1 layers of 32, 1 x 128 tokens)" in describe_measurement(result)
-
-
-# ---------------------------------------------------------------- the wiring
+# ---------------------------------------------------------------- the host
 
 
 @pytest.mark.parametrize(
-    ("explorer", "description", "value", "said"),
-    [
-        (memory_explorer, "micro-batch", 8, "GiB at the largest moment of a step"),
-        (collective_explorer, "message", 10**9, "Bandwidth rules"),
-        (precision_explorer, "update", 1e-12, "underflows"),
-        (dp_explorer, "micro-batches", 4, "Global batch 262,144 tokens"),
-    ],
+    ("panel", "label", "value"),
+    [(MEMORY, "micro-batch", 8), (OVERLAP, "micro-batches", 4), (ZERO, "ZeRO stage", 2), (LAYOUT, "SP", False)],
 )
-def test_moving_a_slider_replaces_the_picture_and_the_text(explorer, description, value, said):
-    box = explorer()
-    images, before, text = len(all_of(box, ipywidgets.Image)), shown(box), texts(box)
-    control(box, description).value = value
-    after = shown(box)
-    assert len(before) == len(after) == 1 and len(all_of(box, ipywidgets.Image)) == images  # replaced, not appended
-    assert before[0][:8] == after[0][:8] == b"\x89PNG\r\n\x1a\n" and before[0] != after[0]
-    assert texts(box) != text and said in texts(box)
-    assert plt.get_fignums() == []
+def test_moving_a_control_replaces_the_picture_and_the_words(panel, label, value):
+    box = play(panel)
+    (name,) = [name for name, one in panel.controls.items() if one.label == label]
+    before, after = panel.answer(), panel.answer(**{name: value})
+    assert before.svg in texts(box)
+    control(box, label).value = value
+    assert after.svg in texts(box) and before.svg not in texts(box) and len(all_of(box, ipywidgets.HTML)) == 2
 
 
-def test_an_impossible_choice_is_told_in_the_widget_and_the_next_one_works():
-    box = memory_explorer(MemoryChoice(model="gpt2", seq_len=1024))
+def test_a_panel_starts_at_given_values_and_refuses_others():
+    box = play(TENSOR_SEQUENCE, tp=4, seq_len=8192)
+    assert control(box, "tp").value == 4 and TENSOR_SEQUENCE.answer(tp=4, seq_len=8192).svg in texts(box)
+    with pytest.raises(ValueError, match="tp is 3; choose from 1, 2, 4"):
+        play(TENSOR_SEQUENCE, tp=3)
+
+
+def test_an_impossible_choice_is_told_without_a_picture_and_the_next_one_works():
+    box = play(MEMORY, model="gpt2", seq_len=1024)
     control(box, "sequence").value = 2048
-    assert "Not possible" in texts(box) and "choose at most 1024" in texts(box) and shown(box) == []
+    assert "Not possible" in texts(box) and "choose at most 1024" in texts(box) and "<svg" not in texts(box)
     control(box, "sequence").value = 512
-    assert "Not possible" not in texts(box) and len(shown(box)) == 1
+    assert "Not possible" not in texts(box) and "<svg" in texts(box)
 
 
-def test_choosing_no_gpu_still_shows_the_budget():
-    box = memory_explorer()
-    control(box, "GPUs").value = ()
-    assert len(shown(box)) == 1 and "Out of memory" not in texts(box)
+def test_a_known_layout_sets_all_controls_at_once_and_a_change_makes_it_ones_own(monkeypatch):
+    asked, answer = [], Panel.answer
+    monkeypatch.setattr(Panel, "answer", lambda self, **values: asked.append(values) or answer(self, **values))
+    box = play(LAYOUT)
+    menu, drawn = control(box, "start from"), len(asked)
+    menu.value = "one laptop (toy), 8 ranks"
+    assert asked[drawn:] == [LAYOUT.start | KNOWN[menu.value][0]]  # nothing in between
+    assert "press Measure" in texts(box) and control(box, "ep").value == 2
+    control(box, "ZeRO stage").value = 3
+    assert menu.value == OWN and "press Measure" not in texts(box)
 
 
-def test_measure_lays_measured_on_predicted_and_a_new_choice_takes_it_away(monkeypatch):
-    small = lambda chosen: profile_step(preset("toy"), 1, 32, chosen.recipe)  # noqa: E731
-    monkeypatch.setattr(memory, "measure_memory", small)
-    box = memory_explorer()
+def test_blocks_are_switched_one_by_one_and_by_a_preset():
+    box = play(RECOMPUTE)
+    control(box, "0").value = True
+    assert "1 of 16 blocks are computed again" in texts(box)
+    control(box, "start from").value = "every block"
+    assert all(control(box, str(layer)).value for layer in range(BLOCKS)) and "16 of 16" in texts(box)
+
+
+def test_the_puzzle_is_solved_with_the_keyboard_and_with_buttons():
+    box = play(PUZZLE)
+    solution = PUZZLE.presets["a solution"][0]
+    for rank, row in enumerate(solution.values()):
+        control(box, f"rank {rank}").value = row
+    assert "Complete and right" in texts(box)
+    control(box, "rank 0").value = "F0 <b>"
+    assert "Not possible" in texts(box) and "&lt;" in texts(box) and "<b>'" not in texts(box)
+    control(box, "start from").value = "empty ranks"
+    first = [button for button in all_of(box, ipywidgets.Button) if button.description in ("F0", "B0")][:2]
+    for button in first:
+        button.click()
+    assert control(box, "rank 0").value == "F0 B0" and first[0].disabled
+    control(box, "start from").value = "a solution"
+    assert "Complete and right" in texts(box)
+
+
+def test_a_stored_notebook_keeps_the_first_picture_as_svg_with_its_words():
+    box = play(ZERO)
+    control(box, "ZeRO stage").value = 1
+    data, metadata = box._repr_mimebundle_()
+    assert set(data) == {"image/svg+xml", "text/plain", "application/vnd.jupyter.widget-view+json"} and metadata == {}
+    assert data["image/svg+xml"] == ZERO.answer().svg and data["text/plain"].startswith("stage 3: fits")
+
+
+# ---------------------------------------------------------------- buttons
+
+
+def test_measure_lays_measured_on_predicted_and_a_new_choice_takes_it_away():
+    box = play(MEMORY, measure=measure_memory, seq_len=64)
     control(box, "Measure").click()
-    assert len(shown(box)) == 2 and "Measured in" in texts(box) and not control(box, "Measure").disabled
+    assert "Measured in" in texts(box) and "scaled down" in texts(box) and not control(box, "Measure").disabled
+    assert texts(box).count("<svg") == 2
     control(box, "precision").value = "fp32"
-    assert len(shown(box)) == 1 and "Measured in" not in texts(box)
+    assert "Measured in" not in texts(box) and texts(box).count("<svg") == 1
 
 
-def test_a_measurement_that_fails_is_told_and_leaves_the_button_usable(monkeypatch):
-    box = memory_explorer(MemoryChoice(optimizer="adamw-8bit"))
+def test_a_measurement_that_fails_is_told_and_leaves_the_button_usable():
+    box = play(MEMORY, measure=measure_memory, optimizer="adamw-8bit")
     control(box, "Measure").click()  # has a formula, but cannot be run here
     assert "cannot be measured here" in texts(box) and not control(box, "Measure").disabled
 
-    def broken(chosen):
+    def broken(**values):
         raise RuntimeError("<no memory left>")
 
-    monkeypatch.setattr(memory, "measure_memory", broken)
+    box = play(MEMORY, measure=broken)
     control(box, "Measure").click()
     assert "RuntimeError: &lt;no memory left&gt;" in texts(box) and not control(box, "Measure").disabled
+
+
+def test_the_search_of_the_planner_is_a_button():
+    box = play(PLAN)
+    control(box, "Search").click()
+    assert "The planner takes dp=32,tp=2" in texts(box) and texts(box).count("<svg") == 2
+
+
+def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
+    for values, said in [
+        ({"offload": "optimizer on the CPU"}, "choose offload none"),
+        ({"recipe": "autocast"}, "choose from fp32"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            measure_zero(**ZERO.start | values)
+    with pytest.raises(ValueError, match="nearest|choose"):
+        measure_layout(**LAYOUT.start | {"ep": 2})
+    with pytest.raises(ValueError, match="there is no row"):
+        FiveDComparison("toy", ((), ()), 1.0).row("peak")
+
+
+@pytest.mark.launches
+def test_a_toy_is_measured_on_real_ranks():
+    forms, said = measure_zero(**ZERO.start | {"zero_stage": 2, "dp": 2})
+    assert forms[0].notes["parameters, measured"] == ", exact" and "ZeRO stage 2" in said
+    values = LAYOUT.start | KNOWN["one laptop (toy), 8 ranks"][0] | {"dp": 1, "ep": 1}
+    forms, said = measure_layout(**values)
+    assert "on 4 ranks" in said and forms[0].notes["parameters, measured"] == ", exact"
+
+
+SMALL = Sizes(batch_size=1, seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("stage", "recipe", "micro_batches"),
+    [
+        (0, "fp32", 1),
+        (1, "fp32", 1),
+        (2, "bf16-master", 1),
+        (3, "bf16-master", 1),
+        (1, "bf16-master", 4),
+        (2, "bf16-master", 4),
+    ],
+)
+@pytest.mark.launches
+def test_what_ranks_hold_and_send_under_zero_is_the_formula_to_the_byte(stage, recipe, micro_batches):
+    result = zero_on_ranks(stage, 2, recipe, sizes=SMALL, micro_batches=micro_batches)
+    for kind in ("parameters", "gradients", "optimizer", SENT):
+        assert result.row(kind).error_percent == 0, (kind, result.row(kind))
+    assert abs(result.row("activations").error_percent) < 2 and result.row(SENT).measured_bytes > 0
+
+
+@pytest.mark.parametrize("how", [(False, False), (True, False), (True, True)])
+@pytest.mark.launches
+def test_what_ranks_hold_and_send_under_tensor_parallelism_is_the_formula(how):
+    result = measure_tensor(2, *how, sizes=SMALL)
+    for kind in ("parameters", "gradients", "optimizer", "gathered", SENT):
+        assert result.row(kind).error_percent == 0, (kind, result.row(kind))
+    assert abs(result.row("activations").error_percent) < 2
+    assert abs(result.row("temporary").error_percent) < 50, "a rule of thumb, but of the right size"
 
 
 # ---------------------------------------------------------------- without ipywidgets
@@ -174,25 +206,3 @@ def test_only_the_widgets_need_ipywidgets_and_they_say_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT_IPYWIDGETS, root], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "pip install 'ipywidgets>=7.7.1,<9'" in done.stdout
-
-
-def test_what_cannot_be_is_said_in_place_of_the_last_picture():
-    size = parts.slider("size", [1, 2, 3], 1)
-
-    def predict():
-        if size.value == 2:
-            raise ValueError("2 < 3")
-        return b"png", f"<i>{size.value}</i>"
-
-    _, text, image = parts.picture_panel([size], predict).children
-    assert "<i>1</i>" in text.value and (image.value, image.layout.display) == (b"png", None)
-    size.value = 2
-    assert "Not possible" in text.value and "2 &lt; 3" in text.value and image.layout.display == "none"
-    size.value = 3
-    assert "<i>3</i>" in text.value and "Not possible" not in text.value and image.layout.display is None
-
-
-def test_a_stored_notebook_keeps_the_first_picture_of_a_widget():
-    data, metadata = precision_explorer()._repr_mimebundle_()
-    assert set(data) == {"image/png", "text/plain", "application/vnd.jupyter.widget-view+json"}
-    assert metadata["image/png"]["alt"].endswith(".") and metadata["image/png"]["width"] == 680

@@ -10,7 +10,7 @@ from course_lib.widgets import watch
 
 def children(panel) -> tuple:
     controls, image, text = panel.children
-    follow, refresh = (button for column in controls.children for button in column.children)
+    follow, refresh = controls.children
     return follow, refresh, text, image
 
 

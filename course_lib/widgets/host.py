@@ -1,0 +1,166 @@
+"""A panel in a notebook: ipywidgets for its controls, its picture and its sentence below. Works from the keyboard.
+
+    play(ZERO)                              the panel with its own start
+    play(SEQUENCE, tp=4)                    with another one
+    play(MEMORY, measure=measure_memory)    with a button that takes longer than a slider can wait for
+
+Only what ipywidgets 7.7 and 8 share is used. A stored notebook keeps the first picture, for readers without a kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from html import escape
+from textwrap import fill
+
+import ipywidgets as widgets
+from traitlets import Unicode
+
+from course_lib.panels.record import Answer, Control, Panel, Shown, answer_of
+from course_lib.validate import checked
+
+LABEL = {"description_width": "120px"}
+WIDTH = "390px"
+OWN = "your own"
+
+
+class Strip(widgets.HBox):
+    """A switch for each option; its value is a text of 0s and 1s."""
+
+    value = Unicode()
+
+    def __init__(self, control: Control, value: str):
+        look = widgets.Layout(width="38px", padding="0")
+        self.switches = [widgets.ToggleButton(description=name, layout=look) for name, _ in control.options]
+        super().__init__([widgets.Label(control.label), *self.switches], layout=widgets.Layout(flex_flow="row wrap"))
+        self.observe(self._set, "value")
+        self.value = value
+        for switch in self.switches:
+            switch.observe(self._read, "value")
+
+    def _set(self, change: Mapping) -> None:
+        for switch, one in zip(self.switches, change["new"], strict=True):
+            switch.value = one == "1"
+
+    def _read(self, change: Mapping) -> None:
+        self.value = "".join("01"[switch.value] for switch in self.switches)
+
+
+class Words(widgets.VBox):
+    """A line to type words into, and a button for each word that can be placed; one that is placed is disabled."""
+
+    value = Unicode()
+
+    def __init__(self, control: Control, value: str):
+        wide, narrow = widgets.Layout(width="95%"), widgets.Layout(width="44px", padding="0")
+        self.line = widgets.Text(value, description=control.label, continuous_update=False, layout=wide)
+        self.blocks = [widgets.Button(description=word, layout=narrow) for word, _ in control.options]
+        super().__init__([self.line, widgets.HBox(self.blocks, layout=widgets.Layout(flex_flow="row wrap"))])
+        for block in self.blocks:
+            block.on_click(self._place)
+        self.line.observe(lambda change: setattr(self, "value", change["new"]), "value")
+        self.observe(self._set, "value")
+        self.value = value
+
+    def _place(self, block: widgets.Button) -> None:
+        self.value = f"{self.value} {block.description}".strip()
+
+    def _set(self, change: Mapping) -> None:
+        self.line.value = change["new"]
+        placed = set(change["new"].upper().replace(",", " ").split())
+        for block in self.blocks:
+            block.disabled = block.description in placed
+
+
+class Played(widgets.VBox):
+    """Controls with their picture; the bundle that a notebook stores has the first picture as SVG, and its words."""
+
+    first: Answer | None = None
+
+    def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict] | dict:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return data | {"image/svg+xml": self.first.svg, "text/plain": fill(self.first.said, 96)}, metadata
+
+
+@checked
+def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> Played:
+    """Show a panel; `start`: values to begin with. `measure`: a function of the values, behind a button.
+
+    Raises   ValueError for a name or a value that the panel has not
+    """
+    values = panel.values(start)
+    made = {name: _widget(control, values[name]) for name, control in panel.controls.items()}
+    picture, result = widgets.HTML(), widgets.HTML()
+    held: list[str] = []  # not empty while several controls are set: what they say in between is nobody's choice
+
+    def current() -> dict:
+        return {name: widget.value for name, widget in made.items()}
+
+    def update(change: Mapping | None = None) -> None:
+        if not held:
+            picture.value, result.value = html(panel.answer(**current())), ""
+
+    def slowly(name: str, function: Callable[..., Shown]) -> widgets.Button:
+        def pressed(button: widgets.Button) -> None:
+            button.disabled, result.value = True, "working ..."
+            try:
+                result.value = html(answer_of(name, lambda: function(**current())))
+            except Exception as error:  # a callback's error is seen nowhere else
+                result.value = html(Answer((), f"{type(error).__name__}: {error}", ""))
+            finally:
+                button.disabled = False
+
+        button = widgets.Button(description=name, button_style="info")
+        button.on_click(pressed)
+        return button
+
+    menu = widgets.Dropdown(description="start from", options=[OWN, *panel.presets], **_look())
+
+    def set_all(change: Mapping) -> None:
+        if held or menu.value == OWN:
+            return
+        held.append(menu.value)
+        for name, value in (panel.start | dict(panel.presets[menu.value][0])).items():
+            made[name].value = value
+        held.clear()
+        update()
+
+    def own(change: Mapping) -> None:
+        if not held:
+            menu.value = OWN
+
+    menu.observe(set_all, "value")
+    for widget in made.values():
+        widget.observe(own, "value")
+        widget.observe(update, "value")
+    update()
+    actions = dict(panel.slow) | ({"Measure": measure} if measure else {})
+    buttons = [slowly(name, function) for name, function in actions.items()]
+    played = Played([_columns([menu] * bool(panel.presets) + list(made.values())), picture, *buttons, result])
+    played.first = panel.answer(**values)
+    return played
+
+
+def html(answer: Answer) -> str:
+    """Return an answer as HTML: the sentence, read out where it changes, and the picture."""
+    said = escape(answer.said) if answer.possible else f"<b>{escape(answer.said)}</b>"
+    return f'<div style="line-height:1.5;overflow-wrap:anywhere"><p aria-live="polite">{said}</p>{answer.svg}</div>'
+
+
+def _widget(control: Control, value) -> widgets.Widget:
+    if control.kind in ("strip", "words"):
+        return {"strip": Strip, "words": Words}[control.kind](control, value)
+    make = widgets.SelectionSlider if control.kind == "slider" else widgets.Dropdown
+    return make(description=control.label, options=list(control.options), value=value, **_look())
+
+
+def _look() -> dict:
+    return {"style": LABEL, "layout": widgets.Layout(width=WIDTH)}
+
+
+def _columns(controls: list[widgets.Widget]) -> widgets.VBox:
+    """Lists and sliders in two columns, below what needs the whole width."""
+    wide = [one for one in controls if isinstance(one, Strip | Words)]
+    narrow = [one for one in controls if one not in wide]
+    half = -(-len(narrow) // 2)
+    columns = [widgets.VBox(narrow[:half]), widgets.VBox(narrow[half:])]
+    return widgets.VBox([*wide, widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap"))])

@@ -1,0 +1,77 @@
+"""What the button Measure of a panel does: train something small for real, and lay it on what is predicted.
+
+Each takes a panel's values and returns what a panel's function does: forms and words.
+"""
+
+from collections.abc import Sequence
+
+from course_lib.compare import sharded_profile
+from course_lib.compare.five_d_profile import measure_five_d
+from course_lib.compare.profile import profile_step, scale_down
+from course_lib.config import preset
+from course_lib.panels.record import Shown
+from course_lib.panels.runs import layout_run, zero_runs
+from course_lib.panels.svg import Bars
+from course_lib.units import show_bytes
+
+MOST_ROWS, MOST_TOKENS = 4, 256  # of a batch, of a sequence: a matter of seconds
+MOST_RANKS, MOST_MICRO_BATCHES = 4, 4  # ranks share this machine's cores; more micro-batches hold no more
+
+
+def compared_bars(rows: Sequence) -> Bars:
+    """Return two bars for each row that is not empty: predicted and measured, with the error behind the second."""
+    bars, notes = {}, {}
+    for row in rows:
+        if row.predicted_bytes or row.measured_bytes:
+            bars[row.kind] = {"predicted": row.predicted_bytes}
+            bars[f"{row.kind}, measured"] = {"measured": row.measured_bytes}
+            notes[f"{row.kind}, measured"] = f", {error_text(row.error_percent)}"
+    return Bars("Predicted beside measured: the largest of each kind", bars, notes=notes)
+
+
+def error_text(error_percent: float) -> str:
+    """Such as +1.2 %; an error too small to be seen is called exact only if it is zero."""
+    if error_percent == 0:
+        return "exact"
+    return f"{error_percent:+.2f} %" if abs(error_percent) >= 0.005 else "under 0.005 % off"
+
+
+def measure_memory(**values) -> Shown:
+    """Train a scaled-down model of the same kind on this CPU.
+
+    Raises   ValueError if the recipe or the optimizer cannot be run here
+    """
+    small = scale_down(preset(values["model"]))
+    sizes = min(values["micro_batch"], MOST_ROWS), min(values["seq_len"], MOST_TOKENS)
+    how = (values[name] for name in ("recipe", "optimizer", "attention", "recompute"))
+    found = profile_step(small, *sizes, *how)
+    peak, config = found.row("peak"), found.config
+    return [compared_bars(found.rows)], (
+        f"Measured in {found.seconds:.1f} s: {config.name} ({config.num_layers} layers of {config.d_model}, "
+        f"{found.batch_size} x {found.seq_len} tokens). Peak {show_bytes(peak.measured_bytes, 'MB')} measured, "
+        f"{show_bytes(peak.predicted_bytes, 'MB')} predicted: {error_text(peak.error_percent)}."
+    )
+
+
+def measure_zero(**values) -> Shown:
+    """Train a toy on real ranks at the chosen stage and precision.
+
+    Raises   ValueError if the choice is impossible, states are to be offloaded, or the precision cannot be run here
+    """
+    zero_runs(values)  # what is impossible is not measured either
+    if values["offload"] != "none":
+        raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
+    ranks, few = min(values["dp"], MOST_RANKS), min(values["micro_batches"], MOST_MICRO_BATCHES)
+    how = {"recompute": values["recompute"], "micro_batches": few}
+    found = sharded_profile.measure_zero(values["zero_stage"], ranks, values["recipe"], **how)
+    return [compared_bars(found.rows)], f"{found} A small stand-in for {values['model']} on {values['dp']:,} GPUs."
+
+
+def measure_layout(**values) -> Shown:
+    """Train a toy on real ranks in the chosen layout.
+
+    Raises   ValueError if the choice is impossible, or too large to be run here
+    """
+    run = layout_run(values)
+    found = measure_five_d(run.config, run.layout, values["seq_len"])
+    return [compared_bars(found.rows)], str(found)
