@@ -20,7 +20,10 @@ pytestmark = pytest.mark.launches
 
 CHAPTERS = [importlib.import_module(f"course_lib.checks.ch{path.stem[:2]}") for path in notebook_paths("solutions")]
 GRADERS = [check for of in CHAPTERS for name, check in sorted(vars(of).items()) if name.startswith("check_")]
-LONG = {"check_zero3", "check_zero2", "check_tensor_parallel", "check_sequence_parallel", "check_ddp", "check_pipeline"}
+LONG = {
+    "check_zero3", "check_zero2", "check_tensor_parallel", "check_sequence_parallel", "check_ddp", "check_pipeline",
+    "check_choice",
+}  # fmt: skip
 
 
 def marked(graders: list) -> list:
