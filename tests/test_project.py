@@ -56,6 +56,7 @@ def test_the_readme_names_the_two_commands_first():
 def test_the_map_has_a_line_for_every_file_of_the_package_and_everything_at_the_top():
     document = (ROOT / "docs" / "MAP.md").read_text(encoding="utf-8")
     assert f"```\n{package_map()}\n```" in document, "make fmt writes the map"
+    assert len(package_map().splitlines()) <= 40, "a newcomer reads it in a minute"
     top = {name.split("/")[0] for name in files()} - NOT_OURS
     lines = {line.split()[0].split("/")[0] for line in document.splitlines() if line[:1].strip()}
     assert top - lines == set(), "a line is missing in docs/MAP.md"
