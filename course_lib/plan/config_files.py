@@ -474,12 +474,14 @@ def accelerate_fsdp2(
     precision: Precision = "bf16",
     offload_params: bool = False,
     recompute: bool = False,
+    load_on_first_rank: bool = False,
     machines: Size = 1,
 ) -> dict:
     """Accelerate's YAML for FSDP2.
 
-    wrap        names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
-    recompute   activation checkpointing of each unit
+    wrap                 names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
+    recompute            activation checkpointing of each unit
+    load_on_first_rank   only rank 0 reads a transformers model; the others begin on the meta device
     """
     if not wrap or any("," in name for name in wrap):
         raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
@@ -490,7 +492,7 @@ def accelerate_fsdp2(
         "transformer_layer_cls_to_wrap": ",".join(wrap),
         "offload_params": offload_params,
         "activation_checkpointing": recompute,
-        "cpu_ram_efficient_loading": False,  # True: rank 0 alone reads a transformers model
+        "cpu_ram_efficient_loading": load_on_first_rank,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
     world = _accelerate("FSDP", precision, num_processes, machines)
@@ -539,8 +541,12 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
     layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
     kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
-    how = {"recompute": layout.recompute == "full", "machines": _nodes(run, gpus_per_node)}
-    fields = accelerate_fsdp2(wrap, layout.world_size, layout.zero_stage == 3, precision, **how)
+    reshard, recompute, machines = (
+        layout.zero_stage == 3,
+        layout.recompute == "full",
+        _nodes(run, gpus_per_node),
+    )
+    fields = accelerate_fsdp2(wrap, layout.world_size, reshard, precision, recompute=recompute, machines=machines)
     steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
     return _in_your_script(run) + steps + _yaml(fields)
 
