@@ -227,7 +227,8 @@ def test_the_panel_of_layouts_follows_each_kind_of_control_and_measures(lab, pag
     screenshot(page, "layouts")
     choose(page, "inputs kept", "own tokens (SP), gathered again")
     page.wait_for_selector("text=/^dp=2.*regather=true/")
-    assert len(gathered := wait_for_other_pictures(page, toy)) == 1
+    gathered = wait_for_other_pictures(page, toy)
+    assert len(gathered) == 1
     assert move_slider(page, "dp", "ArrowLeft") == "1"
     folded = wait_for_other_pictures(page, gathered)
     assert move_slider(page, "ep") == "4"
