@@ -6,7 +6,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     config.py, shapes.py     models with their exact shapes; those of files, as people have them
     hardware.py              GPUs and links with their sources
     engines.py               what differs between engines, as records: bytes that each keeps, what it hides
-    flops.py                 FLOPs of a token, of a step, of a stage
+    flops.py, run.py         FLOPs of a token, a step, a stage; a model and its layout in one record
     validate.py, span.py     refusals in one sentence; what a lane was busy with
     schedules/     pipeline schedules as lists: built, checked, clocked
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts
@@ -16,7 +16,6 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     estimate/      how much, how fast, does it fit: estimate(run, cluster, engine)
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
-    run.py         a model, its layout and its numbers in one record that every formula takes
     panels/        controls by name, and pure functions from their values to an SVG and a sentence
     palette.py, units.py     the colours of pictures; bytes and seconds in words
 1. A world of ranks
@@ -27,7 +26,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
 2. The program being parallelised
     model/         Llama, GPT, experts, latent attention
     training/      the reference on one device: text, precision, offload, loop
-3. In parallel; the same names in both folders
+3. In parallel
     minimal/                 the smallest whole program of a technique, which a lesson shows
     parallel/, native/       engines from scratch; as PyTorch ships it
 4. What a run leaves, and runs without hardware

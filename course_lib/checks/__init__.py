@@ -4,7 +4,6 @@ core.py          fresh numbers, real ranks, named misconceptions
 table.py         an exercise as data: reference, wrong answers with what they are told, inputs
 watch.py         what is seen of an answer at work, and when two observations agree
 kept.py          how many forward passes wait for their backward
-observe.py       an answer at work on real ranks: what it returned, sent and received
 functions.py     autograd Functions across ranks, made and watched
 trainers.py      trainers: the result of one process, no more bytes than needed
 outside.py       a class graded: checks from the release, answers from submissions

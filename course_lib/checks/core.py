@@ -1,18 +1,16 @@
-"""What every grader is made of: fresh numbers at each run, real ranks, a message that names the likely misconception.
+"""What every grader is made of: fresh numbers at each run, real ranks, a failure or "not written" told in a sentence.
 
-A grader is a function of the learner's answer and of a random.Random, under `@grader`:
+A grader that is no table (table.py) is a function of the learner's answer and of a random.Random, under `@grader`:
 
-    @grader
-    def check_mean_of_ranks(student, rng):
-        world_size, seed = rng.choice([2, 3, 4]), fresh_seed(rng)
-        got = run_ranks(_mean_on_this_rank, world_size, student, seed)
-        expect_close(got[0], want, "the mean on rank 0", {"summed, not averaged": want * world_size})
+    @grader(right=in_one_loop, wrong={"a message was never waited for": never_waits})
+    def check_overlap(student, rng):
+        if run_ranks(_never_waited, rng.choice([2, 3, 4]), student, fresh_seed(rng))[0]:
+            fail("a message was never waited for; its tensor may be read too early")
 
-The learner calls `check_mean_of_ranks(my_mean)` and reads `check_mean_of_ranks: passed`, or one sentence.
+The learner calls `check_overlap(my_overlap)` and reads `check_overlap: passed`, or one sentence.
 """
 
 import functools
-import math
 import random
 import re
 import traceback
@@ -70,7 +68,7 @@ def grader(
         except CheckFailed as failure:
             raise CheckFailed(f"{name}: {failure}\n(to repeat this very run: seed={used})") from None
         except NotImplementedError as missing:
-            raise NotWritten(f"{name}: {missing}") from None
+            raise NotWritten(f"{name}: {str(missing) or 'your code goes here'}") from None
         except Exception as error:
             if not raised_in(student, error):
                 raise
@@ -149,93 +147,9 @@ def hang_in_words(text: str, hang: str) -> str:
     return text
 
 
-# What graders compare ------------------------------------------------------------------------------------------------
-
-
 def fail(message: str) -> None:
     """Say that the answer is wrong, in a sentence of the grader's own."""
     raise CheckFailed(message)
-
-
-def expect_shape(got: Tensor, shape: tuple[int, ...], what: str) -> None:
-    """The answer is a tensor of this shape."""
-    if got is None:
-        raise CheckFailed(f"{what} is None; does your function return it?")
-    if not isinstance(got, Tensor):
-        raise CheckFailed(f"{what} must be a tensor, got {type(got).__name__}")
-    if tuple(got.shape) != tuple(shape):
-        raise CheckFailed(f"{what} has shape {tuple(got.shape)}, and {tuple(shape)} is right")
-
-
-def expect_close(
-    got: Tensor,
-    want: Tensor,
-    what: str,
-    misconceptions: dict[str, Tensor] | None = None,
-    rtol: float = 1e-6,
-    atol: float = 1e-9,
-) -> None:
-    """The answer is a tensor equal to `want` up to rounding; a wrong one is looked for among the misconceptions.
-
-    misconceptions   message -> the value that somebody who believes it would get; the first that matches is told
-    """
-    if isinstance(got, Tensor) and got.shape != want.shape:
-        _tell_misconception(got, misconceptions, what, rtol, atol)
-    expect_shape(got, want.shape, what)
-    if got.dtype != want.dtype:
-        raise CheckFailed(f"{what} is {got.dtype}, and {want.dtype} is right")
-    if torch.allclose(got, want, rtol=rtol, atol=atol):
-        return
-    _tell_misconception(got, misconceptions, what, rtol, atol)
-    difference = (got - want).abs().max().item()
-    raise CheckFailed(f"{what} is wrong: it differs by up to {difference:.3g} from the right one")
-
-
-def _tell_misconception(got: Tensor, misconceptions: dict[str, Tensor] | None, what: str, rtol: float, atol: float):
-    for message, value in (misconceptions or {}).items():
-        if value.shape == got.shape and torch.allclose(got, value.to(got.dtype), rtol=rtol, atol=atol):
-            raise CheckFailed(f"{what}: {message}")
-
-
-def expect_equal(got: Any, want: Any, what: str, misconceptions: dict[str, Any] | None = None) -> None:
-    """The answer is exactly this number (bytes, counts, shapes, orders); misconceptions as in `expect_close`."""
-    if got is None:
-        raise CheckFailed(f"{what} is None; does your function return it?")
-    if got == want:
-        return
-    for message, value in (misconceptions or {}).items():
-        if got == value:
-            raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right: {message}")
-    raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right")
-
-
-def expect_number(
-    got: Any, want: float, where: str, misconceptions: dict[str, float], rtol: float = 1e-9, form: str = ".4g"
-) -> None:
-    """The answer is this number up to rounding; misconceptions as in `expect_close`, `form` as in an f-string."""
-    if isinstance(got, bool) or not isinstance(got, int | float):
-        raise CheckFailed(f"{where}: it returned {got!r}; return a number")
-    if math.isclose(got, want, rel_tol=rtol):
-        return
-    said = f"{where}: it returned {got:{form}}, and {want:{form}} is right"
-    told = next((text for text, value in misconceptions.items() if math.isclose(got, value, rel_tol=rtol)), None)
-    raise CheckFailed(f"{said}: {told}" if told else said)
-
-
-def fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callable], tell: Callable) -> None:
-    """Fail with the misconception that explains every answer given, or else with the first case that is wrong."""
-    if got == want:
-        return
-    for message, believed in beliefs.items():
-        if got == [believed(*case) for case in cases]:
-            fail(message)
-    for case, mine, right in zip(cases, got, want, strict=True):
-        if mine != right:
-            fail(f"{tell(*case)}: it returned {_shown(mine)}, and {_shown(right)} is right")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)
 
 
 # Errors of the answer's own code, raised in the notebook's process ---------------------------------------------------

@@ -70,7 +70,7 @@ class Exercise:
             try:
                 _grade(self, answer, used)
             except NotImplementedError as missing:
-                raise NotWritten(f"{self.name}: {missing or 'your code goes here'}") from None
+                raise NotWritten(f"{self.name}: {str(missing) or 'your code goes here'}") from None
             except CheckFailed as failure:
                 raise CheckFailed(f"{self.name}: {failure}\n(to repeat this very run: seed={used})") from None
         self.known.clear()
@@ -175,7 +175,8 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
     if off is None:
         return None
     what, case, rank = off
-    where = _where(ex, cases[case]) + (f", rank {rank} of {len(want[case])}" if ex.ranks else "")
+    rank_of = [f"rank {rank} of {len(want[case])}"] * ex.ranks
+    where = "".join(f"{part}: " for part in [", ".join(filter(None, [_where(ex, cases[case]), *rank_of]))] if part)
     everywhere = list(_spots(want))
     there = [spot for spot in everywhere if spot[0] == what]
     # equal costs are no sign of the same mistake if something before them was off
@@ -185,11 +186,11 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
         for (message, _), seen in zip(pairs(ex.wrong), seen_of_wrong, strict=True):
             first = _first_off(seen, want, until)
             if first and first[0] == what and all(_agree_at(got, seen, spot) for spot in compared):
-                return f"{message}\n({where}: {what}: {difference(_at(got, off), _at(want, off))})"
+                return f"{message}\n({where}{what}: {difference(_at(got, off), _at(want, off))})"
     if what == "error" and _at(got, off):
-        return f"{where}: {got[case][rank]['error'].partition(chr(10))[2]}"
+        return f"{where}{got[case][rank]['error'].partition(chr(10))[2]}"
     why = ex.says.get(what, "")
-    told = f"{where}: {what}: {difference(_at(got, off), _at(want, off))}"
+    told = f"{where}{what}: {difference(_at(got, off), _at(want, off))}"
     return f"{told}: {why(*cases[case]) if callable(why) else why}" if why else told
 
 

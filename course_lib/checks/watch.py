@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from course_lib.checks.observe import _MessageLog
 from course_lib.measure import ByteMeter
 
 
@@ -23,6 +23,23 @@ class Cost:
 
 class Each(list):
     """In a case on ranks: an argument of which each rank gets its own."""
+
+
+class MessageLog(TorchDispatchMode):
+    """Writes down to whom this rank sends, and what, and from whom it receives; the meter keeps neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages: list[tuple[str, int]] = []
+        self.sent: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("c10d::send", "c10d::recv_"):
+            self.messages.append(("send" if name == "c10d::send" else "recv", args[2]))
+        if name == "c10d::send":
+            self.sent += [x.clone() for x in args[0]]
+        return func(*args, **(kwargs or {}))
 
 
 def copied(values, as_results: bool = False):
@@ -64,7 +81,7 @@ def collective(answer: Callable, *args, slack: int = 0) -> dict:
     """Watch a call on this rank, the group last: calls, peers, result, and what was sent."""
     given = [arg[dist.get_rank()] if isinstance(arg, Each) else arg for arg in args]
     mine = copied(given)
-    with _MessageLog() as log, ByteMeter() as meter:
+    with MessageLog() as log, ByteMeter() as meter:
         result = answer(*mine, dist.group.WORLD)
     return {
         "other calls than send and recv": sorted(set(meter.calls) - {"send", "recv"}),

@@ -144,6 +144,14 @@ def _config_of(trainer: type) -> ModelConfig:
     return getattr(trainer, "config", CONFIG)
 
 
+def one_process(config: ModelConfig, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean gradients of equally large micro-batches, computed without ranks in float64."""
+    model = build(config, dtype=torch.float64)
+    for x_BS, y_BS in micro_batches:
+        (loss_of(model, x_BS, y_BS) / len(micro_batches)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
 def _one_process(config: ModelConfig, make_optimizer, steps: int) -> dict[str, Tensor]:
     """Train on the whole global batch without any ranks; return the parameters."""
     model = build(config, dtype=torch.float64)

@@ -18,7 +18,7 @@ from course_lib.config import ModelConfig, preset
 from course_lib.devices import rank_device
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
-from course_lib.minimal.compare import SEQ_LEN, SEQUENCES, adamw, micro_batches_of_rank, sgd
+from course_lib.minimal.compare import SEQ_LEN, SEQUENCES, adamw, micro_batches_of_rank, one_process, sgd
 from course_lib.minimal.moe import MoE
 from course_lib.model import build, with_moe
 from course_lib.training import TrainConfig, loss_of
@@ -231,12 +231,10 @@ def _gradient_lengths(trainer: type) -> dict[str, tuple[float, float]]:
     grads = {name: param.grad for name, param in made.model.named_parameters()}
     if missing := [name for name, grad in grads.items() if grad is None]:
         raise ValueError(f"{len(missing)} parameters have no gradient, first {missing[0]}; give each one in backward()")
-    got, whole = gather_experts(grads, dist.group.WORLD), build(MOE_CONFIG, dtype=torch.float64)
-    loss_of(whole, *batch(tokens(100_000), 0, SEQUENCES, SEQ_LEN)).backward()
-    found: dict[str, list] = {}
-    for name, param in whole.named_parameters():
+    got, found = gather_experts(grads, dist.group.WORLD), {}
+    for name, grad in one_process(MOE_CONFIG, [batch(tokens(100_000), 0, SEQUENCES, SEQ_LEN)]).items():
         kind = "experts" if ".experts." in name else "router" if "router" in name else "the rest"
-        found.setdefault(kind, []).append((got[name].flatten(), param.grad.flatten()))
+        found.setdefault(kind, []).append((got[name].flatten(), grad.flatten()))
     return {kind: _length_and_cosine(*map(torch.cat, zip(*pairs, strict=True))) for kind, pairs in found.items()}
 
 

@@ -7,23 +7,22 @@ sums of gradients.
 
 from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.config import ModelConfig, preset
+from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.model import MoE, build
+from course_lib.minimal.compare import one_process
+from course_lib.model import MoE
 from course_lib.parallel import engine as engines
-from course_lib.parallel import five_d, sums
+from course_lib.parallel import five_d, pipeline, sums
 from course_lib.run import Run
 from course_lib.traffic import sent
-from course_lib.training import loss_of
 from course_lib.training.data import batch, tokens
 from course_lib.validate import Size, checked
 
@@ -100,23 +99,23 @@ def _global_batch(layout: Layout, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def _one_process(layout: Layout) -> dict[str, Tensor]:
     """Gradients of the mean over the global batch; the balancing loss is that of each micro-batch, as in the engine."""
-    model, m = build(CONFIG, dtype=torch.float64), layout.micro_batches
-    for index in range(m):
-        parts = zip(*(_micro_batches(layout, dp_rank)[index] for dp_rank in range(layout.dp)), strict=True)
-        (loss_of(model, *(torch.cat(part) for part in parts)) / m).backward()
-    return {name: param.grad for name, param in model.named_parameters()}
+    of_ranks = zip(*(_micro_batches(layout, dp_rank) for dp_rank in range(layout.dp)), strict=True)
+    return one_process(CONFIG, [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in of_ranks])
 
 
-def _engine(config: ModelConfig, layout: Layout) -> five_d.FiveD:
-    """The model cut as the layout says, and nothing that sums its gradients."""
-    with patch.object(five_d, "shard_over_data", lambda *_: None):
-        return five_d.build(config, layout, dtype=torch.float64)
+class _Unsummed(five_d.CutStageRunner):
+    """A backward that leaves each rank its own gradients: the rule does all sums."""
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        """Start no sum."""
 
 
 def _step(engine: five_d.FiveD, axes_of: Rule, step: int) -> Tensor:
     """Forward, backward, and the sums of the rule; return the mean loss."""
     layout, kind_of = engine.layout, sums.kind_function(engine)
-    share = engine.run(_micro_batches(layout, engine.groups.coordinates["dp"], step))
+    micro_batches = _micro_batches(layout, engine.groups.coordinates["dp"], step)
+    runner = _Unsummed(engine, layout.dp * sum(y_BS.numel() for _, y_BS in micro_batches))
+    share = pipeline.execute(engine.pipeline, micro_batches, runner)
     for param in engine.pipeline.parameters():
         for axis in axes_of(kind_of(param), layout):
             comm.all_reduce_(param.grad, _group(engine, axis))
@@ -131,7 +130,7 @@ def _group(engine: five_d.FiveD, axis: str) -> dist.ProcessGroup:
 
 
 def _gradients(axes_of: Rule, text: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    engine = _engine(CONFIG, Layout.parse(text))
+    engine = five_d.build(CONFIG, Layout.parse(text), dtype=torch.float64)
     _step(engine, axes_of, 0)
     kinds = {name: _kind(name, engine.layout) for name in engines.full_gradients(engine)}
     return engines.full_gradients(engine), kinds
@@ -144,7 +143,7 @@ def _kind(name: str, layout: Layout) -> str:
 
 
 def _train(axes_of: Rule, text: str, steps: int) -> list[float]:
-    engine = _engine(CONFIG, Layout.parse(text))
+    engine = five_d.build(CONFIG, Layout.parse(text), dtype=torch.float64)
     optimizer, losses = torch.optim.AdamW(engine.pipeline.parameters(), lr=3e-3), []
     for step in range(steps):
         losses.append(_step(engine, axes_of, step).item())

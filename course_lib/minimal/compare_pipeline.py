@@ -18,10 +18,10 @@ from torch import Tensor
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.minimal import compare
 from course_lib.model import build
 from course_lib.schedules import from_lists
 from course_lib.span import Span
-from course_lib.training import loss_of
 from course_lib.training.data import batch, tokens
 from course_lib.validate import Size, checked
 
@@ -107,10 +107,7 @@ def micro_batches_of_step(count: Size) -> list[tuple[Tensor, Tensor]]:
 @checked
 def one_process(count: Size) -> dict[str, Tensor]:
     """Return the mean gradients of so many micro-batches, computed without ranks in float64."""
-    model = build(CONFIG, dtype=torch.float64)
-    for x_BS, y_BS in micro_batches_of_step(count):
-        (loss_of(model, x_BS, y_BS) / count).backward()
-    return {name: param.grad for name, param in model.named_parameters()}
+    return compare.one_process(CONFIG, micro_batches_of_step(count))
 
 
 def _gradients(rank_class: Callable, lists: Lists, count: int) -> dict[str, Tensor | None]:

@@ -4,7 +4,6 @@ What a picture draws is computed by a function beside it, and tested. A picture 
 it runs on Colab, in a copy of one notebook and without the repository, and its numbers stay the package's.
 
 style.py         sizes, fonts, units, legends; nothing outside a picture is changed
-palette.py       one colour for one kind of memory and one mesh axis
 tiles.py         form: rows of tiles, of what ranks hold
 diagrams.py      form: boxes, arrows and words
 timeline.py      form: lanes over time. show_overlap, show_step_times
@@ -26,9 +25,8 @@ pipeline.py      show_schedule, show_schedules
 pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_stages_of_model, show_tradeoff
 pipeline_trace.py  show_measured
 stages.py        show_live: micro-batches in flight
-experts.py       show_load, show_balance, show_parameters
+experts.py       show_load, show_balance, show_parameters, show_routes, show_traffic
 expert_concepts.py  show_dense_and_experts, show_expert_kinds, show_sorted_rows, show_travelling_rows, show_owners
-routing.py       show_routes, show_traffic
 holdings.py      which share of each part of a model the ranks of a layout hold
 five_d_costs.py  show_pipeline_memory, show_costs
 choosing.py      show_steps, show_cuts, show_options, show_front, show_waiting, show_flow_chart, show_two_hosts

@@ -7,24 +7,15 @@ import numpy as np
 from matplotlib.ticker import PercentFormatter
 
 from course_lib.hardware import GB
+from course_lib.palette import AXIS_COLORS, COMPUTE_COLOR, KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
 from course_lib.plan.measured import MeasuredRun
 from course_lib.plan.option import Option
 from course_lib.plots.diagrams import BORDERED, diagram, draw_arrows, draw_diagram
-from course_lib.plots.palette import AXIS_COLORS, COMPUTE_COLOR, KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import (
-    bare,
-    key,
-    keys_below,
-    labelled_box,
-    picture_axes,
-    picture_panels,
-    plain_rows,
-    show_seconds,
-    write,
-)
+from course_lib.plots.style import bare, key, keys_below, labelled_box, picture_axes, picture_panels, plain_rows, write
 from course_lib.plots.tiles import Tile, draw_tiles
 from course_lib.simulate.two_hosts import HostRow
 from course_lib.timing.failures import Failures, best_interval_s, shares
+from course_lib.units import show_seconds
 from course_lib.validate import Amount, Positive, Size, checked, one_of
 
 # ---------------------------------------------------------------- the steps of a choice

@@ -8,8 +8,7 @@ from matplotlib.lines import Line2D
 
 from course_lib.hardware import GB, Cluster, Link
 from course_lib.layout.mesh import Mesh
-from course_lib.plots.diagrams import BORDERED, diagram, draw_arrows
-from course_lib.plots.palette import (
+from course_lib.palette import (
     AXIS_COLORS,
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
@@ -18,6 +17,7 @@ from course_lib.plots.palette import (
     RANK_COLORS,
     mix,
 )
+from course_lib.plots.diagrams import BORDERED, diagram, draw_arrows
 from course_lib.plots.style import ground, labelled_box, panel_title, picture_axes, picture_panels, write
 from course_lib.plots.tiles import EMPTY, OUTLINED, Row, Tile, draw_tiles, ranks
 from course_lib.validate import Index, checked

@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from course_lib.hardware import GPU
 from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context, tile
+from course_lib.palette import COMMUNICATION_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.diagrams import diagram, draw_arrows
-from course_lib.plots.palette import COMMUNICATION_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import (
-    UNITS,
     ground,
     key,
     keys_below,
@@ -20,10 +19,10 @@ from course_lib.plots.style import (
     picture_panels,
     plain_rows,
     rank_patches,
-    three_digits,
     write,
 )
 from course_lib.plots.tiles import ABSENT_COLOR, Tile, draw_squares, draw_tiles, rank_tile, ranks
+from course_lib.units import UNITS, three_digits
 from course_lib.validate import Positive, Size, checked
 
 CP, TOKENS = 4, 16  # of the pictures whose numbers are nobody's

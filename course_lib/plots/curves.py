@@ -1,22 +1,12 @@
 """Curves: what a model predicts as a line, what somebody measured and published as points."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from course_lib.hardware import Link
-from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import (
-    FULL_WIDTH_IN,
-    TIME_UNITS,
-    ground,
-    picture_axes,
-    show_bytes,
-    show_seconds,
-    three_digits,
-)
+from course_lib.palette import NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import FULL_WIDTH_IN, ground, picture_axes, write
 from course_lib.timing import collective_costs, collective_s, fastest
+from course_lib.units import show_bytes, show_seconds, three_digits
 from course_lib.validate import Size, checked
 
 LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky")]
@@ -133,20 +123,10 @@ def show_throughput(published: Curve, model: Curve, title: str) -> None:
 
 # ---------------------------------------------------------------- alpha-beta
 
-
-@dataclass(frozen=True)
-class AlphaBetaPicture:
-    """Times of the fastest way over message sizes, and its two limits: a latency alone, and bytes at the best rate."""
-
-    sizes_bytes: list[float]
-    total_s: list[float]
-    latency_s: float
-    bandwidth_s: list[float]
-    crossover_bytes: float
-    ways: list[tuple[float, str]]  # the size from which on a way is the fastest, and what it is
+SIZES_BYTES = [10 ** (3 + step / 8) for step in range(57)]  # from 1 KB to 10 GB, eight to a decade
 
 
-def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
+def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
     """The message size at which the latency of the smallest message is as long as moving bytes at the best rate."""
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}; a collective that costs something needs at least 2 ranks")
@@ -154,77 +134,45 @@ def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
     return min(cost.latency_s for cost in costs) * max(cost.payload_bytes_per_s for cost in costs)
 
 
-def alpha_beta_picture(collective: str, world_size: Size, link: Link) -> AlphaBetaPicture:
-    """Times of messages from 1 KB to 10 GB, eight to a decade, each by the fastest way."""
-    ratio = 10 ** (1 / 8)
-    sizes = [1e3]
-    while sizes[-1] < 1e10:
-        sizes.append(min(sizes[-1] * ratio, 1e10))
-    best = [fastest(collective, size, world_size, link) for size in sizes]
-    crossover = crossover_bytes(collective, world_size, link)
-    latency_s = collective_s(collective, 0, world_size, link)
-    names = [cost.algorithm if cost.protocol == "plain" else f"{cost.algorithm}, {cost.protocol}" for cost in best]
-    ways = list(zip(sizes, names, strict=True))
-    first = [way for index, way in enumerate(ways) if index == 0 or ways[index - 1][1] != way[1]]
-    total = [cost.seconds(size) for size, cost in zip(sizes, best, strict=True)]
-    return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)
-
-
-def interpolated(picture: AlphaBetaPicture, at_bytes: float) -> float:
-    """Return the time of a message between two sizes of the picture, on the line that is drawn."""
-    return float(np.interp(at_bytes, picture.sizes_bytes, picture.total_s))
-
-
-def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
-    """Log-log: flat where latency rules, a slope where bandwidth rules, and where the fastest way changes.
-
-    at_bytes   one message to mark
-    """
-    scale = TIME_UNITS["ms"]
-    axes.loglog(
-        picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
-    )
-    axes.axhline(picture.latency_s / scale, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
-    said = f" latency alone: {show_seconds(picture.latency_s)}\n"
-    axes.text(picture.sizes_bytes[0], picture.latency_s / scale, said, va="center", fontsize=9)
-    axes.loglog(
-        picture.sizes_bytes, [t / scale for t in picture.bandwidth_s], color=OKABE_ITO["green"], linestyle=":", zorder=2
-    )
-    low, high = picture.sizes_bytes[0], picture.sizes_bytes[-1]
-    axes.set(xlim=(low, high), ylim=(picture.latency_s / scale / 4, max(picture.total_s) / scale * 2))
-    if low < picture.crossover_bytes < high:
-        axes.axvline(picture.crossover_bytes, color=NEUTRAL_COLOR, linewidth=1.5)
-        for side, text in (
-            ("right", "latency rules  "),
-            ("left", f"  bandwidth rules, from {show_bytes(picture.crossover_bytes)} on"),
-        ):
-            axes.annotate(
-                text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
-            )
-    for index, (size, way) in enumerate(picture.ways):  # all to the right of where they begin, where they are fastest
-        at = size, picture.total_s[picture.sizes_bytes.index(size)] / scale
-        axes.plot(*at, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
-        look = {"xytext": (3, -6), "ha": "left", "va": "top"}  # below the curve
-        look |= {"bbox": ground("white", 0.2, 0.8)} if index else {}
-        axes.annotate(way, at, textcoords="offset points", fontsize=8.5, **look)
-    if at_bytes:
-        total = interpolated(picture, at_bytes)
-        axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
-        box = ground("white", 1, 0.85)
-        label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
-        side = "left" if at_bytes < low * 1e3 else "right"
-        axes.annotate(label, here, xytext=(0, 24), textcoords="offset points", fontweight="bold", ha=side, bbox=box)
-    axes.set(xlabel="message (bytes)", ylabel="time (ms)")
+def ways(collective: str, world_size: int, link: Link) -> list[tuple[float, str, float]]:
+    """Of each size the name of the fastest way, and its seconds."""
+    found = []
+    for size in SIZES_BYTES:
+        best = fastest(collective, size, world_size, link)
+        name = best.algorithm if best.protocol == "plain" else f"{best.algorithm}, {best.protocol}"
+        found.append((size, name, best.seconds(size)))
+    return found
 
 
 @checked
-def show_alpha_beta(world_size: Size, link: Link, collective: str = "all_reduce", title: str = "") -> None:
-    """Show a collective's modelled time over message size, with its latency and its bandwidth regime."""
-    picture = alpha_beta_picture(collective, world_size, link)
-    crossover = picture.crossover_bytes
+def show_alpha_beta(world_size: Size, link: Link, title: str) -> None:
+    """Show the modelled time of an all-reduce over message size: flat where latency rules, then a slope.
+
+    The name of each way stands right of where it begins to be the fastest.
+    """
+    crossover = crossover_bytes("all_reduce", world_size, link)
+    latency_ms = 1e3 * collective_s("all_reduce", 0, world_size, link)
+    found = ways("all_reduce", world_size, link)
+    times_ms = [1e3 * seconds for _, _, seconds in found]
+    low, high, blue = SIZES_BYTES[0], SIZES_BYTES[-1], OKABE_ITO["blue"]
     with picture_axes(3.6, FULL_WIDTH_IN * 0.85) as axes:
-        draw_alpha_beta(axes, picture)
-        default = (
-            f"{collective} of {world_size} ranks over {link.name}: bandwidth matters from {show_bytes(crossover)} on"
-        )
-        axes.set_title(title or default)
+        axes.loglog(SIZES_BYTES, times_ms, color=blue, label="time", zorder=3)
+        axes.axhline(latency_ms, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
+        write(axes, low, latency_ms, f" latency alone: {show_seconds(latency_ms / 1e3)}\n", "left")
+        slope = [latency_ms * size / crossover for size in SIZES_BYTES]
+        axes.loglog(SIZES_BYTES, slope, color=OKABE_ITO["green"], linestyle=":", zorder=2)
+        axes.axvline(crossover, color=NEUTRAL_COLOR, linewidth=1.5)
+        here = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
+        axes.annotate("latency rules  ", (crossover, 0.97), ha="right", **here)
+        axes.annotate(f"  bandwidth rules, from {show_bytes(crossover)} on", (crossover, 0.97), ha="left", **here)
+        before = ""
+        for size, name, seconds in found:
+            if name != before:
+                axes.plot(size, 1e3 * seconds, "|", color=blue, markersize=9, zorder=4)
+                look = {"bbox": ground("white", 0.2, 0.8)} if before else {}
+                place = {"xytext": (3, -6), "textcoords": "offset points", "ha": "left", "va": "top"}
+                axes.annotate(name, (size, 1e3 * seconds), fontsize=8.5, **place, **look)
+            before = name
+        axes.set(xlim=(low, high), ylim=(latency_ms / 4, max(times_ms) * 2))
+        axes.set(xlabel="message (bytes)", ylabel="time (ms)")
+        axes.set_title(title)

@@ -6,8 +6,7 @@ from itertools import accumulate
 
 from matplotlib.patches import Rectangle
 
-from course_lib.plots.diagrams import draw_arrows
-from course_lib.plots.palette import (
+from course_lib.palette import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
     KIND_COLORS,
@@ -18,6 +17,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
+from course_lib.plots.diagrams import draw_arrows
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
     key,

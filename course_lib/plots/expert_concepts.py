@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from course_lib.hardware import GPU
 from course_lib.layout.experts import ExpertLayout
-from course_lib.plots.diagrams import diagram, draw_arrows, draw_diagram
-from course_lib.plots.palette import (
+from course_lib.palette import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
     EXPOSED_COLOR,
@@ -15,9 +14,11 @@ from course_lib.plots.palette import (
     RANK_COLORS,
     mix,
 )
-from course_lib.plots.style import bare, labelled_box, picture_axes, three_digits, write
+from course_lib.plots.diagrams import diagram, draw_arrows, draw_diagram
+from course_lib.plots.style import bare, labelled_box, picture_axes, write
 from course_lib.plots.tiles import Tile, draw_tiles, rank_tile, ranks
 from course_lib.timing.rates import peak_flops, roofline_s
+from course_lib.units import three_digits
 from course_lib.validate import Positive, Size, checked
 
 USED_COLOR, SHARED_COLOR = COMPUTE_COLOR, OKABE_ITO["green"]

@@ -1,121 +1,61 @@
-"""Experts in pictures: their load, what is dropped, what balancing does over time, and how few are active."""
+"""Experts in pictures: their load, what balancing does over time, how few are active, where tokens and bytes go."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
 
-from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import BELOW, panel_title, picture_axes, picture_panels, three_digits
-from course_lib.validate import Size, checked
-
-MOST_BARS = 64  # more experts are drawn as one outline
-MOST_BORDERS = 32  # between ranks
+from course_lib.layout.experts import ExpertLayout
+from course_lib.palette import (
+    COMPUTE_COLOR,
+    EXPOSED_COLOR,
+    LIMIT_COLOR,
+    NEUTRAL_COLOR,
+    OKABE_ITO,
+    RANK_COLORS,
+    mix,
+)
+from course_lib.plots.diagrams import draw_diagram
+from course_lib.plots.style import key, keys_below, panel_title, picture_axes, picture_panels, plain_rows, write
+from course_lib.plots.tiles import Tile, draw_tiles
+from course_lib.units import UNITS, three_digits, unit_for
+from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- load
 
 
-@dataclass(frozen=True)
-class LoadPicture:
-    """Assignments that each expert computes and drops; `largest` is its share of the mean that sets the pace."""
+@checked
+def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "") -> None:
+    """Show assignments that fell on each expert, with the mean, and hatched what a capacity drops.
 
-    kept: list[int]
-    dropped: list[int]
-    mean: float
-    capacity: int | None
-    largest: float
-    drop_rate: float
-
-
-def load_picture(
-    load: Sequence[int], capacity: Size | None = None, dropped: Sequence[int] | None = None
-) -> LoadPicture:
-    """Split each expert's load in what it computes and what it drops.
-
-    Without `dropped`, what exceeds the capacity is dropped. Give it where ranks have capacities of their own: then
-    `capacity` is that of all ranks together, and an expert may drop below it.
-    Raises   ValueError if there is no load, or more is dropped than there is
+    Raises   ValueError if there is no load
     """
     load = [int(tokens) for tokens in load]
     if not load or sum(load) == 0:
         raise ValueError(f"the load of {len(load)} experts is empty; give how many assignments fell on each expert")
-    if dropped is None:
-        dropped = [max(0, tokens - capacity) if capacity is not None else 0 for tokens in load]
-    dropped = [int(tokens) for tokens in dropped]
-    if len(dropped) != len(load) or any(lost > tokens for lost, tokens in zip(dropped, load, strict=True)):
-        raise ValueError("dropped must have one number an expert, none above its load")
-    kept = [tokens - lost for tokens, lost in zip(load, dropped, strict=True)]
-    mean = sum(load) / len(load)
-    return LoadPicture(kept, dropped, mean, capacity, max(kept) / mean, sum(dropped) / sum(load))
-
-
-def load_title(picture: LoadPicture) -> str:
-    """What the bars show: how much longer the most loaded expert computes than the mean, and what is lost."""
-    said = (
-        f"The most loaded of {len(picture.kept)} experts computes {three_digits(picture.largest)} times the mean load"
-    )
-    return said + (f"; {100 * picture.drop_rate:.1f} % of all assignments are dropped" if picture.capacity else "")
-
-
-def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) -> None:
-    """A bar for each expert, drops hatched on top, lines for mean and capacity; borders between ranks dotted."""
-    experts = range(len(picture.kept))
-    whole = [kept + lost for kept, lost in zip(picture.kept, picture.dropped, strict=True)]
-    drops = {"facecolor": "white", "edgecolor": EXPOSED_COLOR, "hatch": "////"}
-    if len(experts) <= MOST_BARS:
-        axes.bar(experts, picture.kept, 0.84, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
-        lost = [expert for expert in experts if picture.dropped[expert]]
-        heights, floors = [picture.dropped[e] for e in lost], [picture.kept[e] for e in lost]
-        axes.bar(lost, heights, 0.84, bottom=floors, linewidth=0.8, **drops)
-    else:
-        edges = [expert - 0.5 for expert in range(len(experts) + 1)]
-        axes.stairs(whole, edges, baseline=picture.kept, fill=True, linewidth=0.4, **drops)
-        axes.stairs(picture.kept, edges, fill=True, color=COMPUTE_COLOR)
-    top = max([*whole, picture.capacity or 0, picture.mean])
-    axes.axhline(picture.mean, color=LIMIT_COLOR, linewidth=1.2, linestyle=":")
-    lines = [(picture.mean, f" mean {three_digits(picture.mean)}")]
-    if picture.capacity is not None:
-        axes.axhline(picture.capacity, color=LIMIT_COLOR, linewidth=1.4, linestyle="--")
-        lines.append((picture.capacity, f" capacity {picture.capacity:,}"))
-    _label_lines(axes, lines, top)
-    borders = len(experts) // experts_per_rank - 1 if experts_per_rank else 0
-    if 1 <= borders < MOST_BORDERS:
-        for first in range(experts_per_rank, len(experts), experts_per_rank):
-            axes.axvline(first - 0.5, color=NEUTRAL_COLOR, linewidth=0.8, zorder=0)
-    step = max(1, -(-len(experts) // 16))
-    axes.set_xticks(range(0, len(experts), step))
-    ranks = ", grey lines between ranks" if 1 <= borders < MOST_BORDERS else ""
-    axes.set(xlim=(-0.6, len(experts) - 0.4), ylim=(0, top * 1.1))
-    axes.set(xlabel=f"expert{ranks}", ylabel="assignments (token, slot)")
-    if any(picture.dropped):
-        handles = [
-            Patch(facecolor=COMPUTE_COLOR, label="computed"),
-            Patch(facecolor="white", edgecolor=EXPOSED_COLOR, hatch="////", label="dropped"),
-        ]
-        axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
-
-
-def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
-    """Each line's name right of the axes; of two that lie close together the upper one's name moves up."""
-    gap = 0.09 * top
-    (low, low_text), *rest = sorted(lines)
-    places = [(low, low_text)] + [(max(value, low + gap), text) for value, text in rest]
-    for value, text in places:
-        axes.annotate(
-            text, (1, value), xycoords=("axes fraction", "data"), va="center", fontsize=9, annotation_clip=False
-        )
-
-
-@checked
-def show_load(
-    load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank: Size | None = None
-) -> None:
-    """Show the load of experts: assignments that fell on each, with the mean, and with what a capacity drops."""
-    picture = load_picture(load, capacity)
+    mean, experts = sum(load) / len(load), range(len(load))
+    kept = [min(tokens, capacity or tokens) for tokens in load]
+    dropped = [tokens - computed for tokens, computed in zip(load, kept, strict=True)]
+    top = max([*load, capacity or 0, mean])
     with picture_axes(3.2) as axes:
-        draw_load(axes, picture, experts_per_rank)
-        axes.set_title(title or load_title(picture))
+        axes.bar(experts, kept, 0.84, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
+        drops = {"facecolor": "white", "edgecolor": EXPOSED_COLOR, "hatch": "////", "linewidth": 0.8}
+        for expert in (expert for expert in experts if dropped[expert]):
+            axes.bar(expert, dropped[expert], 0.84, bottom=kept[expert], **drops)
+        lines = [(mean, f" mean {three_digits(mean)}", ":")]
+        lines += [(capacity, f" capacity {capacity:,}", "--")] if capacity else []
+        floor = 0.0
+        for value, text, style in sorted(lines):  # of two lines close together the upper one's name moves up
+            axes.axhline(value, color=LIMIT_COLOR, linewidth=1.3, linestyle=style)
+            place = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
+            axes.annotate(text, (1, max(value, floor)), fontsize=9, **place)
+            floor = value + 0.09 * top
+        axes.set_xticks(range(0, len(load), -(-len(load) // 16)))
+        axes.set(xlim=(-0.6, len(load) - 0.4), ylim=(0, top * 1.1), xlabel="expert", ylabel="assignments (token, slot)")
+        if any(dropped):
+            keys_below(axes, [key(COMPUTE_COLOR, "computed"), key("white", "dropped", "////", edgecolor=EXPOSED_COLOR)])
+        said = f"The most loaded of {len(load)} experts computes {three_digits(max(kept) / mean)} times the mean load"
+        axes.set_title(title or said)
 
 
 # ---------------------------------------------------------------- load while training
@@ -140,42 +80,37 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
         raise ValueError(f"got {len(loads)} steps; give loads[step][expert], with some load in each")
     relative = [[float(n) * len(step) / float(sum(step)) for n in step] for step in loads]
     last = relative[-max(1, len(relative) // 4) :]
-    return BalancePicture(
-        [list(expert) for expert in zip(*relative, strict=True)], sum(map(max, last)) / len(last), len(last)
-    )
-
-
-def draw_balance(axes, picture: BalancePicture, top: float) -> None:
-    """A thin line for each expert, the largest and the smallest of each step thick, and where all would be even."""
-    steps = range(1, len(picture.relative[0]) + 1)
-    for line in picture.relative:
-        axes.plot(steps, line, color=NEUTRAL_COLOR, linewidth=0.8)
-    by_step = list(zip(*picture.relative, strict=True))
-    axes.plot(steps, list(map(max, by_step)), color=OKABE_ITO["vermillion"], linewidth=1.8, label="most loaded expert")
-    axes.plot(
-        steps, list(map(min, by_step)), color=OKABE_ITO["blue"], linewidth=1.8, linestyle="--", label="emptiest expert"
-    )
-    axes.axhline(1, color=LIMIT_COLOR, linewidth=1, linestyle=":")
-    axes.set(xlim=(1, max(len(steps), 2)), ylim=(0, top), xlabel="training step")
+    by_expert = [list(expert) for expert in zip(*relative, strict=True)]
+    return BalancePicture(by_expert, sum(map(max, last)) / len(last), len(last))
 
 
 @checked
 def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale."""
+    """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale.
+
+    A thin line for each expert, the largest and the smallest of each step thick, and where all would be even.
+    """
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
+    if not pictures:
+        raise ValueError("loads is empty; give the loads of one run or more")
     top = 1.08 * max(max(map(max, picture.relative)) for picture in pictures.values())
+    most = {"color": OKABE_ITO["vermillion"], "linewidth": 1.8, "label": "most loaded expert"}
+    least = {"color": OKABE_ITO["blue"], "linewidth": 1.8, "linestyle": "--", "label": "emptiest expert"}
     with picture_panels(1, len(pictures), 3.1, squeeze=False, sharey=True) as (figure, panels):
         for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
-            draw_balance(axes, picture, top)
-            said = f"{label}\nmax load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
-            panel_title(axes, said)
+            by_step = list(zip(*picture.relative, strict=True))
+            steps = range(1, len(by_step) + 1)
+            axes.plot(steps, by_step, color=NEUTRAL_COLOR, linewidth=0.8)
+            axes.plot(steps, list(map(max, by_step)), **most)
+            axes.plot(steps, list(map(min, by_step)), **least)
+            axes.axhline(1, color=LIMIT_COLOR, linewidth=1, linestyle=":")
+            axes.set(xlim=(1, max(len(steps), 2)), ylim=(0, top), xlabel="training step")
+            said = f"max load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
+            panel_title(axes, f"{label}\n{said}")
         panels[0, 0].set_ylabel("load / mean load")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        handles += [
-            plt.Line2D([], [], color=NEUTRAL_COLOR, linewidth=0.8),
-            plt.Line2D([], [], color="black", linestyle=":", linewidth=1),
-        ]
-        figure.legend(handles, [*labels, "each expert", "even load"], loc="outside lower center", ncol=4)
+        line = {"color": NEUTRAL_COLOR, "linewidth": 0.8, "label": "each expert"}
+        even = {"color": "black", "linewidth": 1, "linestyle": ":", "label": "even load"}
+        keys_below(figure, [plt.Line2D([], [], **look) for look in (most, least, line, even)])
 
 
 # ---------------------------------------------------------------- total and active parameters
@@ -189,28 +124,94 @@ def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
     return "A token passes through " + (" and ".join(shares) or "every parameter")
 
 
-def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None:
-    """`{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
+@checked
+def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
+    """Show `{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
     longest = max(total for total, _ in parameters.values())
-    for row, (total, active) in enumerate(parameters.values()):
-        axes.barh(row, total / 1e9, height=0.62, color="#E3E3E3", edgecolor="#777777", hatch="////", linewidth=0.8)
-        axes.barh(row, active / 1e9, height=0.62, color=OKABE_ITO["blue"])
-        part = "all active" if active == total else f"{three_digits(active / 1e9)} B active"
-        said = f" {three_digits(total / 1e9)} B, {part}"
-        axes.text(total / 1e9, row, said, va="center", fontsize=9)
-    axes.set_yticks(range(len(parameters)), list(parameters))
-    axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(0, longest / 1e9 * 1.42), ylim=(len(parameters) - 0.45, -0.55), xlabel="parameters (billions)")
-    handles = [
-        Patch(facecolor=OKABE_ITO["blue"], label="active: compute for one token"),
-        Patch(facecolor="#E3E3E3", edgecolor="#777777", hatch="////", label="experts that this token did not choose"),
-    ]
-    axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
+    stored = {"edgecolor": "#777777", "hatch": "////"}
+    with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
+        for row, (total, active) in enumerate(parameters.values()):
+            axes.barh(row, total / 1e9, height=0.62, color="#E3E3E3", linewidth=0.8, **stored)
+            axes.barh(row, active / 1e9, height=0.62, color=OKABE_ITO["blue"])
+            part = "all active" if active == total else f"{three_digits(active / 1e9)} B active"
+            write(axes, total / 1e9, row, f" {three_digits(total / 1e9)} B, {part}", "left")
+        plain_rows(axes, list(parameters), -0.55, -0.45)
+        axes.set(xlim=(0, longest / 1e9 * 1.42), xlabel="parameters (billions)")
+        handles = [key(OKABE_ITO["blue"], "active: compute for one token")]
+        keys_below(axes, [*handles, key("#E3E3E3", "experts that this token did not choose", **stored)])
+        axes.set_title(parameters_title(parameters))
+
+
+# ---------------------------------------------------------------- the way of tokens
 
 
 @checked
-def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
-    """Show total and active parameters, `{model: (total, active)}`."""
-    with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
-        draw_parameters(axes, parameters)
-        axes.set_title(parameters_title(parameters))
+def show_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence, title: str) -> None:
+    """Show the way of a few tokens of one rank to their experts: lines as thick as weights.
+
+    experts, weights   expert_Tk and weight_Tk of each rank, of which there is one
+    Raises   ValueError if there are several ranks, or more tokens or experts than the picture has room for
+    """
+    if layout.ep_size != 1 or len(experts) != 1 or max(len(experts[0]), layout.num_experts) > 32:
+        size = f"{layout.ep_size} ranks and {layout.num_experts} experts"
+        raise ValueError(f"got {size}; give one rank, at most 32 tokens and experts")
+    (expert_Tk,), (weight_Tk,) = experts, weights
+    height = max(len(expert_Tk), layout.num_experts)
+
+    def middles(count: int) -> list[float]:
+        return [(height - 0.8 * count) / 2 + 0.8 * (index + 0.5) for index in range(count)]
+
+    token_at, expert_at = middles(len(expert_Tk)), middles(layout.num_experts)
+    boxes = [(-0.9, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"t{index}") for index, y in enumerate(token_at)]
+    boxes += [(2.0, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"E{index}") for index, y in enumerate(expert_at)]
+    with picture_axes(1.1 + 0.26 * height) as axes:
+        notes = [(-0.45, -0.35, "tokens"), (2.45, -0.35, "experts")]
+        draw_diagram(axes, ((-1.85, 3.6), (height, -0.75)), boxes, (), notes, fontsize=8)
+        for token, chosen in enumerate(expert_Tk):
+            for expert, weight in zip(chosen, weight_Tk[token], strict=True):
+                ends = (0.02, 1.98), (token_at[token], expert_at[int(expert)])
+                axes.plot(*ends, color="#777777", linewidth=0.5 + 2.4 * float(weight), alpha=0.9)
+        axes.set_title(title)
+
+
+# ---------------------------------------------------------------- who sends what to whom
+
+
+def bytes_sent(rows: Sequence[Sequence[int]], row_bytes: int) -> list[list[int]]:
+    """Return bytes from each rank to each other, from rows[src][dst] of row_bytes; the diagonal stays at home.
+
+    Raises   ValueError if the table is not square, or there are more ranks than the picture has room for
+    """
+    count = len(rows)
+    if any(len(row) != count for row in rows) or not 1 <= count <= 16:
+        raise ValueError(f"got {count} rows; give a square table of 1 to 16 ranks: rows[src][dst]")
+    return [[0 if src == dst else n * row_bytes for dst, n in enumerate(row)] for src, row in enumerate(rows)]
+
+
+@checked
+def show_traffic(rows: Sequence[Sequence[int]], row_bytes: Index, title: str) -> None:
+    """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes each, and beside it each rank's sum.
+
+    The fuller the colour, the more bytes.
+    """
+    sent = bytes_sent(rows, row_bytes)
+    most, count = max(max(row) for row in sent) or 1, len(rows)
+    unit = unit_for(most)
+    cells = [
+        [Tile(_digits(n / UNITS[unit]), mix(COMPUTE_COLOR, "#FFFFFF", 0.85 * (1 - n / most))) if src != dst
+         else Tile("", "#F2F2F2") for dst, n in enumerate(row)]
+        for src, row in enumerate(sent)
+    ]  # fmt: skip
+    with picture_panels(1, 2, 1.7 + 0.33 * count, title, width_ratios=(1.35, 1)) as (_, (left, right)):
+        draw_tiles(left, cells, [str(rank) for rank in range(count)], fontsize=9)
+        left.set_xticks([rank + 0.5 for rank in range(count)], range(count))
+        left.set(xlabel="to rank", ylabel="from rank")
+        panel_title(left, f"each cell in {unit}")
+        sums = [sum(row) / UNITS[unit] for row in sent]
+        right.barh([rank + 0.5 for rank in range(count)], sums, 0.7, color=COMPUTE_COLOR, edgecolor="white")
+        right.set(yticks=[], xlim=(0, (max(sums) or 1.0) * 1.05), ylim=(count + 0.05, -0.05))
+        right.set_xlabel(f"sent by each rank ({unit})")
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"

@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
-from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
+from course_lib.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, bare, labelled_box, panel_title, picture_panels, write
 from course_lib.validate import Size, checked
 

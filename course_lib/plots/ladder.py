@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
-from course_lib.plots.style import ground, picture_axes, plain_rows, three_digits, write, write_above
+from course_lib.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
+from course_lib.plots.style import ground, picture_axes, plain_rows, write, write_above
+from course_lib.units import three_digits
 from course_lib.validate import checked
 
 

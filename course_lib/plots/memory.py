@@ -9,22 +9,20 @@ from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
-from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
+from course_lib.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
 from course_lib.plots.style import (
     CENTRED,
-    UNITS,
     ground,
     key,
     keys_below,
     panel_title,
     picture_axes,
     picture_panels,
-    show_bytes,
-    three_digits,
-    unit_for,
+    plain_rows,
     write,
     write_above,
 )
+from course_lib.units import UNITS, show_bytes, three_digits, unit_for
 from course_lib.validate import checked
 
 # ---------------------------------------------------------------- memory over time
@@ -154,16 +152,6 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
 # ---------------------------------------------------------------- budgets against GPUs
 
 
-@dataclass(frozen=True)
-class BudgetBar:
-    """One bar: its label, bytes by kind in the fixed order, and the names of the GPUs that hold it."""
-
-    label: str
-    bytes_by_kind: dict[str, int]
-    total_bytes: int
-    fits: tuple[str, ...]
-
-
 def kinds_of(budget) -> dict[str, int]:
     """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`'s largest moment."""
     if isinstance(budget, Mapping):
@@ -174,18 +162,6 @@ def kinds_of(budget) -> dict[str, int]:
     if unknown := set(given) - set(KINDS):
         raise ValueError(f"kinds {sorted(unknown)} have no colour; use {', '.join(KINDS)}")
     return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
-
-
-def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
-    """The numbers of `show_budgets`: each budget's kinds, its total, and the limits that hold it."""
-    if not isinstance(budgets, Mapping) or set(budgets) & set(KINDS):
-        budgets = {"": budgets}
-    bars = []
-    for label, budget in budgets.items():
-        by_kind = kinds_of(budget)
-        total = sum(by_kind.values())
-        bars.append(BudgetBar(label, by_kind, total, tuple(n for n, limit in limits_bytes.items() if total <= limit)))
-    return bars
 
 
 def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
@@ -204,60 +180,6 @@ def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(", ".join(names), limit) for names, limit in merged]
 
 
-def draw_budgets(
-    axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB", title: str = ""
-) -> None:
-    """Stacked horizontal bars with their numbers, and one line per GPU: what reaches past it is out of memory."""
-    size = UNITS[unit]
-    limits = merge_limits(limits_bytes)
-    extent = max([bar.total_bytes * 1.2 for bar in bars] + [limit * 1.1 for _, limit in limits]) / size
-    for row, bar in enumerate(bars):
-        _draw_stack(axes, row, bar, size, extent)
-        end = bar.total_bytes / size
-        said = f"{three_digits(end)} {unit}{_verdict(bar, limits_bytes)}"
-        look = {"fontsize": 9, "fontweight": "bold", "linespacing": 1.3, "bbox": ground("white", 0.8)}
-        axes.annotate(said, (end, row), xytext=(4, 0), textcoords="offset points", va="center", **look)
-    levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
-    for (name, limit), level in zip(limits, levels, strict=True):
-        _draw_limit(axes, limit / size, _limit_label(name, limit, unit), level)
-    axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
-    axes.tick_params(axis="y", length=0)
-    axes.set(
-        xlim=(0, extent), ylim=(len(bars) - 0.4, -0.6), xlabel=f"memory ({unit}, 1 {unit} = {UNITS[unit]:,} bytes)"
-    )
-    shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
-    spacing = {"columnspacing": 1.0, "handlelength": 1.5, "handletextpad": 0.5}
-    keys_below(axes, [kind_patch(kind) for kind in shown], 4.2, **spacing)
-
-
-def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> None:
-    left = 0.0
-    for kind, value_bytes in bar.bytes_by_kind.items():
-        width = value_bytes / size
-        color = KIND_COLORS[kind]
-        axes.barh(
-            row, width, left=left, height=0.62, color=color, hatch=KIND_HATCHES[kind], edgecolor="white", linewidth=0.8
-        )
-        label = three_digits(width)
-        if width / extent > 0.011 * len(label) + 0.01:
-            look = {"color": text_on(color), "bbox": ground(color, 1.2)}
-            axes.text(left + width / 2, row, label, fontsize=9, **CENTRED, **look)
-        left += width
-
-
-def _verdict(bar: BudgetBar, limits_bytes: Mapping[str, int]) -> str:
-    if not limits_bytes:
-        return ""
-    if not bar.fits:
-        return "\nout of memory" + (" on all" if len(limits_bytes) > 1 else "")
-    return "\nfits" + (f" {len(bar.fits)} of {len(limits_bytes)}" if len(limits_bytes) > 1 else "")
-
-
-def _limit_label(name: str, limit: int, unit: str) -> str:
-    return f"{name}: {three_digits(limit / UNITS[unit])} {unit}"
-
-
 def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int]:
     """On which line above the axes each (x, text) goes, so that no two touch: the lowest line with room."""
     ends: list[float] = []
@@ -270,9 +192,14 @@ def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int
     return levels
 
 
-def _draw_limit(axes, x: float, label: str, level: int) -> None:
-    axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
-    write_above(axes, x, label, 3 + 13 * level, 8.5)
+def verdict(total: float, limits: Sequence[float]) -> str:
+    """Whether one of the limits, or how many of several, hold a total."""
+    fits = sum(total <= limit for limit in limits)
+    if not limits:
+        return ""
+    if not fits:
+        return "\nout of memory" + (" on all" if len(limits) > 1 else "")
+    return "\nfits" + (f" {fits} of {len(limits)}" if len(limits) > 1 else "")
 
 
 @checked
@@ -282,8 +209,41 @@ def show_budgets(
     title: str = "What training needs, and what a GPU has",
     unit: str = "GB",
 ) -> None:
-    """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
-    limits = gpu_limits(gpus)
-    bars = budget_bars(budgets, limits)
+    """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
+
+    Stacked bars with their numbers, and one line per GPU: what reaches past it is out of memory.
+    """
+    several = isinstance(budgets, Mapping) and not set(budgets) & set(KINDS)
+    bars = {label: kinds_of(budget) for label, budget in (budgets if several else {"": budgets}).items()}
+    limits, size = gpu_limits(gpus), UNITS[unit]
+    lines = [(limit / size, f"{name}: {three_digits(limit / size)} {unit}") for name, limit in merge_limits(limits)]
+    totals = [sum(bar.values()) for bar in bars.values()]
+    extent = max([1.2 * total / size for total in totals] + [1.1 * x for x, _ in lines])
+    levels = label_levels(lines, extent)
     with picture_axes(1.9 + 0.55 * len(bars)) as axes:
-        draw_budgets(axes, bars, limits, unit, title)
+        for row, (bar, total) in enumerate(zip(bars.values(), totals, strict=True)):
+            _draw_stack(axes, row, bar, size, extent)
+            said = f"{three_digits(total / size)} {unit}{verdict(total, list(limits.values()))}"
+            look = {"fontsize": 9, "fontweight": "bold", "linespacing": 1.3, "bbox": ground("white", 0.8)}
+            place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(said, (total / size, row), **place, **look)
+        for (x, label), level in zip(lines, levels, strict=True):
+            axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
+            write_above(axes, x, label, 3 + 13 * level, 8.5)
+        plain_rows(axes, list(bars))
+        axes.set(xlim=(0, extent), xlabel=f"memory ({unit}, 1 {unit} = {size:,} bytes)")
+        shown = [kind_patch(kind) for kind in KINDS if any(kind in bar for bar in bars.values())]
+        keys_below(axes, shown, 4.2, columnspacing=1.0, handlelength=1.5, handletextpad=0.5)
+        axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
+
+
+def _draw_stack(axes, row: int, bar: Mapping[str, int], size: int, extent: float) -> None:
+    left = 0.0
+    for kind, value_bytes in bar.items():
+        width, color = value_bytes / size, KIND_COLORS[kind]
+        look = {"hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.8}
+        axes.barh(row, width, left=left, height=0.62, color=color, **look)
+        label = three_digits(width)
+        if width / extent > 0.011 * len(label) + 0.01:
+            write(axes, left + width / 2, row, label, color=text_on(color), bbox=ground(color, 1.2))
+        left += width

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from course_lib.plots.holdings import draw_boxes as draw_many_boxes
-from course_lib.plots.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.palette import OKABE_ITO, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, finish, key, keys_below, plain_rows, style
+from course_lib.plots.tiles import ranks
 from course_lib.plots.timeline import merge, subtract
 from course_lib.schedules.instructions import Schedule, read_instruction
 from course_lib.schedules.simulator import Simulation
@@ -173,16 +174,16 @@ def draw_schedule(
         look = {"facecolor": shade(op, chunk, picture.num_chunks), "linewidth": min(0.6, narrowest / 8)}
         draw_boxes(axes, spans, scale, height / 2 if half else height, **look)
     _number_boxes(axes, picture, labels_of(picture, end_s, height), scale, height)
-    axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
-    axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(0, end_s / scale), ylim=(picture.num_ranks - 0.5, -0.5))
+    plain_rows(axes, ranks(picture.num_ranks), -0.5, -0.5)
+    axes.set_xlim(0, end_s / scale)
     axes.spines["left"].set_visible(False)
 
 
 def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
-    boxes = [(a / scale, row - height / 2, (b - a) / scale, height) for row, a, b in spans]
-    draw_many_boxes(axes, boxes, **({"edgecolor": "white"} | look))
+    boxes = [(a / scale, b / scale, row - height / 2, row + height / 2) for row, a, b in spans]
+    corners = [[(left, top), (right, top), (right, bottom), (left, bottom)] for left, right, top, bottom in boxes]
+    axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
 
 
 def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float, height: float) -> None:
@@ -215,12 +216,9 @@ def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
 def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     """What the colours and shades mean, as far as these pictures use them."""
     used = {box.op for picture in pictures for box in picture.boxes}
-    handles = [Patch(facecolor=color, label=f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
-    if any(picture.idle for picture in pictures):
-        handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
-    if any(picture.num_chunks > 1 for picture in pictures):
-        handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: later layers"))
-    return handles
+    handles = [key(color, f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
+    handles += [key(IDLE_COLOR, "idle")] * any(picture.idle for picture in pictures)
+    return handles + [key(shade("F", 1, 2), "lighter: later layers")] * any(p.num_chunks > 1 for p in pictures)
 
 
 def chart_height_in(picture: SchedulePicture) -> float:
@@ -237,9 +235,8 @@ def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: 
 
 
 def legend_below(axes, handles: Sequence[Patch]) -> None:
-    look = {"handlelength": 1.2, "columnspacing": 1.2, "handletextpad": 0.5, "fontsize": 8.5}
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.1}
-    axes.legend(handles=handles, ncol=len(handles), **below, **look)
+    """Put a chart's legend below its time axis."""
+    keys_below(axes, handles, 4.1, handlelength=1.2, columnspacing=1.2, handletextpad=0.5, fontsize=8.5)
 
 
 @checked

@@ -8,8 +8,8 @@ from itertools import accumulate
 from matplotlib.ticker import PercentFormatter
 
 from course_lib.layout.partition import even_layers
+from course_lib.palette import KIND_COLORS, OKABE_ITO, RANK_COLORS, mix
 from course_lib.plots.diagrams import diagram, draw_arrows, draw_diagram
-from course_lib.plots.palette import KIND_COLORS, OKABE_ITO, RANK_COLORS, mix
 from course_lib.plots.pipeline import (
     OP_COLORS,
     chart_height_in,
@@ -20,11 +20,12 @@ from course_lib.plots.pipeline import (
 )
 from course_lib.plots.pipeline_trace import measured_picture
 from course_lib.plots.stages import peaks_of
-from course_lib.plots.style import labelled_box, picture_axes, picture_panels, three_digits, write
+from course_lib.plots.style import labelled_box, picture_axes, picture_panels, write
 from course_lib.plots.tiles import Tile, draw_tiles, ranks
 from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
+from course_lib.units import three_digits
 from course_lib.validate import Size, checked
 
 ACTIVATION_COLOR, GRADIENT_COLOR = OKABE_ITO["blue"], OKABE_ITO["vermillion"]

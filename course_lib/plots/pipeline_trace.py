@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
 
-from course_lib.plots.palette import mix
+from course_lib.palette import mix
 from course_lib.plots.pipeline import (
     DENSE_DPI,
     OP_COLORS,
@@ -22,10 +21,11 @@ from course_lib.plots.pipeline import (
     picture_of,
     schedule_picture,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.style import FULL_WIDTH_IN, finish, key, style
 from course_lib.schedules.instructions import Schedule, read_instruction
 from course_lib.schedules.simulator import Costs, Simulation
 from course_lib.span import Span
+from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
 OUTLINE_COLOR = "#444444"
@@ -39,10 +39,6 @@ class MeasuredPicture:
     simulated: SchedulePicture
     in_order: bool  # every rank executed its instructions in the order of the schedule
 
-    @property
-    def end_s(self) -> float:
-        return max(self.measured.end_s, self.simulated.end_s)
-
 
 @checked
 def measured_picture(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> MeasuredPicture:
@@ -54,14 +50,13 @@ def measured_picture(simulation: Simulation, traces: Sequence[Sequence[Span]]) -
     if len(traces) != schedule.pp or not any(traces):
         raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
     first_s = min(span.start_s for trace in traces for span in trace)
-    boxes = boxes_of(schedule, [[_earlier(span, first_s) for span in trace] for trace in traces])
+    rows = [
+        [replace(span, start_s=span.start_s - first_s, stop_s=span.stop_s - first_s) for span in trace]
+        for trace in traces
+    ]
     names = [[span.name for span in trace] for trace in traces]
     in_order = names == [[str(one) for one in row] for row in schedule.instructions]
-    return MeasuredPicture(picture_of(schedule, boxes), schedule_picture(simulation), in_order)
-
-
-def _earlier(span: Span, seconds: float) -> Span:
-    return replace(span, start_s=span.start_s - seconds, stop_s=span.stop_s - seconds)
+    return MeasuredPicture(picture_of(schedule, boxes_of(schedule, rows)), schedule_picture(simulation), in_order)
 
 
 def measured_title(picture: MeasuredPicture) -> str:
@@ -74,29 +69,26 @@ def measured_title(picture: MeasuredPicture) -> str:
     )
 
 
-def draw_measured(axes, picture: MeasuredPicture) -> None:
-    """The simulated boxes as outlines, the measured ones filled and narrower, so that both ends of each are seen."""
-    unit = time_unit_for(picture.end_s)
-    scale = TIME_UNITS[unit]
-    draw_schedule(axes, picture.measured, picture.end_s * 1.005, scale, height=0.5)
-    for op in sorted({box.op for box in picture.simulated.boxes}):
-        spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes if box.op == op]
-        look = {"facecolor": mix(OP_COLORS[op], "#FFFFFF", 0.8), "edgecolor": OUTLINE_COLOR, "linewidth": 0.8}
-        draw_boxes(axes, spans, scale, 0.9, zorder=0.5, **look)
-    axes.set_xlabel(f"time ({unit})")
-
-
 @checked
 def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> None:
-    """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
+    """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs.
+
+    The measured boxes are filled and narrower, so that both ends of each are seen.
+    """
     picture = measured_picture(simulation, traces)
-    simulated = Patch(facecolor="white", edgecolor=OUTLINE_COLOR, label="simulated")
+    end_s = max(picture.measured.end_s, picture.simulated.end_s)
+    unit = time_unit_for(end_s)
     with style():
         size = {"figsize": (FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5)}
         figure, axes = plt.subplots(dpi=DENSE_DPI, **size)  # measured boxes can be small
-        draw_measured(axes, picture)
+        draw_schedule(axes, picture.measured, end_s * 1.005, TIME_UNITS[unit], height=0.5)
+        for op in sorted({box.op for box in picture.simulated.boxes}):
+            spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes if box.op == op]
+            look = {"facecolor": mix(OP_COLORS[op], "#FFFFFF", 0.8), "edgecolor": OUTLINE_COLOR, "linewidth": 0.8}
+            draw_boxes(axes, spans, TIME_UNITS[unit], 0.9, zorder=0.5, **look)
+        axes.set_xlabel(f"time ({unit})")
         axes.set_title(measured_title(picture), fontsize=9.5)
-        legend_below(axes, [*legend_of([picture.measured]), simulated])
+        legend_below(axes, [*legend_of([picture.measured]), key("white", "simulated", edgecolor=OUTLINE_COLOR)])
         finish(figure)
 
 

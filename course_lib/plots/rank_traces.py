@@ -4,20 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from course_lib.measure.trace import RankSeconds, RankTrace, seconds_of
-from course_lib.plots.palette import AXIS_COLORS, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import (
-    TIME_UNITS,
-    key,
-    keys_below,
-    picture_panels,
-    plain_rows,
-    show_seconds,
-    time_unit_for,
-    write,
-)
+from course_lib.palette import AXIS_COLORS, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import key, keys_below, picture_panels, plain_rows, write
 from course_lib.plots.tiles import ranks
 from course_lib.plots.timeline import merge, subtract
 from course_lib.span import COMPUTE
+from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
 COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "world": OKABE_ITO["orange"]}

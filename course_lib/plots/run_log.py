@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import mean
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
-from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, unit_for
+from course_lib.palette import COMPUTE_COLOR, EXPOSED_COLOR, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.train.watch import RunNow, look, read_run, steps_of
-from course_lib.validate import Size, checked
+from course_lib.units import UNITS, unit_for
+from course_lib.validate import checked
 
 PARTS = {  # of a step, in the order of the bars: the field of the log, its colour
     "forward": ("forward_s", COMPUTE_COLOR),
@@ -22,94 +22,67 @@ PARTS = {  # of a step, in the order of the bars: the field of the log, its colo
     "rest": (None, NEUTRAL_COLOR),
 }
 HEIGHT_IN = 5.2
+WINDOW = 20  # over how many of the last steps seconds are averaged
 IN_LEGEND = 6  # ranks; of more the lines have no names
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """What is drawn, rank by rank in the order of `ranks`.
+    """What is drawn: the lines of each rank's finished steps, and the mean seconds by part of its last ones."""
 
-    curves       "loss" of the run, "tokens/s" of each rank: steps and values
-    memory       bytes now and the most so far
-    seconds      of the mean step of the last ones, by the part in which they went
-    """
-
-    ranks: list[int]
-    loss: tuple[list[int], list[float]]
-    tokens_per_s: list[tuple[list[int], list[float]]]
-    memory: list[tuple[int, int]]
+    steps: dict[int, list[dict]]
     seconds: dict[str, list[float]]
 
 
-def run_rows(of_ranks: Mapping[int, Sequence[dict]], window: Size = 20) -> RunRows:
-    """Return what the lines of all ranks' logs say; `window` is over how many steps seconds are averaged.
+def run_rows(of_ranks: Mapping[int, Sequence[dict]]) -> RunRows:
+    """Return what the lines of all ranks' logs say; what the log does not split is in the rest.
 
     Raises   ValueError if no rank has finished a step
     """
     steps = {rank: found for rank, lines in of_ranks.items() if (found := steps_of(lines))}
     if not steps:
         raise ValueError("the logs tell of no step yet; look again when the run has done one")
-    first = max(steps.values(), key=len)
-    return RunRows(
-        list(steps),
-        ([line["step"] for line in first], [line["loss"] for line in first]),
-        [([x["step"] for x in lines], [x["tokens_per_s_per_rank"] for x in lines]) for lines in steps.values()],
-        [(lines[-1]["memory_bytes"], lines[-1]["peak_memory_bytes"]) for lines in steps.values()],
-        seconds_by_part([lines[-window:] for lines in steps.values()]),
-    )
-
-
-def seconds_by_part(of_ranks: Sequence[Sequence[dict]]) -> dict[str, list[float]]:
-    """Return of each part the mean seconds of a step, rank by rank; what the log does not split is in the rest."""
+    last = [lines[-WINDOW:] for lines in steps.values()]
     seconds = {
-        part: [mean(line[field] or 0.0 for line in lines) for lines in of_ranks]
+        part: [mean(line[field] or 0.0 for line in lines) for lines in last]
         for part, (field, _) in PARTS.items()
         if field
     }
-    whole = [mean(line["seconds"] for line in lines) for lines in of_ranks]
+    whole = [mean(line["seconds"] for line in lines) for lines in last]
     seconds["rest"] = [max(0.0, all_ - sum(parts)) for all_, *parts in zip(whole, *seconds.values(), strict=True)]
-    return seconds
+    return RunRows(steps, seconds)
 
 
 def draw_run(figure, rows: RunRows, verdict: str) -> None:
     """Draw the four pictures into a figure."""
     (loss, speed), (memory, seconds) = figure.subplots(2, 2)
-    loss.plot(*rows.loss, color=OKABE_ITO["black"])
+    longest, names = max(rows.steps.values(), key=len), list(rows.steps)
+    loss.plot([line["step"] for line in longest], [line["loss"] for line in longest], color=OKABE_ITO["black"])
     loss.set(title="Loss", xlabel="step", ylabel="loss")
-    for index, (rank, curve) in enumerate(zip(rows.ranks, rows.tokens_per_s, strict=True)):
-        look = {"linewidth": 1.2, "color": RANK_COLORS[index % len(RANK_COLORS)]}
-        speed.plot(*curve, label=f"rank {rank}", **look)
+    for index, (rank, lines) in enumerate(rows.steps.items()):
+        curve = [line["step"] for line in lines], [line["tokens_per_s_per_rank"] for line in lines]
+        speed.plot(*curve, label=f"rank {rank}", linewidth=1.2, color=RANK_COLORS[index % len(RANK_COLORS)])
     speed.set(title="Speed of each rank", xlabel="step", ylabel="tokens/s per rank", ylim=(0, None))
-    if len(rows.ranks) <= IN_LEGEND:
+    if len(names) <= IN_LEGEND:
         speed.legend(loc="lower right", ncols=2)
-    draw_memory(memory, rows)
-    draw_seconds(seconds, rows)
-    figure.suptitle(verdict, fontsize=10)
-
-
-def draw_memory(axes: Axes, rows: RunRows) -> None:
-    """A bar for what a rank holds, a mark for the most that it held."""
-    unit = unit_for(max(peak for _, peak in rows.memory))
-    held, peaks = ([value / UNITS[unit] for value in values] for values in zip(*rows.memory, strict=True))
-    places = range(len(rows.ranks))
-    axes.bar(places, held, color=COMPUTE_COLOR, label="now")
-    axes.plot(places, peaks, "_", color=OKABE_ITO["black"], markersize=14, label="the most so far")
-    axes.set_xticks(places, rows.ranks)
-    axes.set(title="Memory", xlabel="rank", ylabel=unit)
-    axes.set_ylim(0, 1.35 * max(peaks))
-    axes.legend(loc="upper right", ncols=2)
-
-
-def draw_seconds(axes: Axes, rows: RunRows) -> None:
-    """A lying bar for each rank, cut into the parts of its mean step."""
-    left = [0.0] * len(rows.ranks)
+    peaks = [lines[-1]["peak_memory_bytes"] for lines in rows.steps.values()]
+    unit, places = unit_for(max(peaks)), range(len(names))
+    now = [lines[-1]["memory_bytes"] / UNITS[unit] for lines in rows.steps.values()]
+    memory.bar(places, now, color=COMPUTE_COLOR, label="now")
+    most = {"color": OKABE_ITO["black"], "markersize": 14, "label": "the most so far"}
+    memory.plot(places, [peak / UNITS[unit] for peak in peaks], "_", **most)
+    memory.set_xticks(places, names)
+    memory.set(title="Memory", xlabel="rank", ylabel=unit, ylim=(0, 1.35 * max(peaks) / UNITS[unit]))
+    memory.legend(loc="upper right", ncols=2)
+    left = [0.0] * len(names)
     for part, values in rows.seconds.items():
-        axes.barh(range(len(rows.ranks)), values, left=left, color=PARTS[part][1], label=part)
+        seconds.barh(places, values, left=left, color=PARTS[part][1], label=part)
         left = [before + value for before, value in zip(left, values, strict=True)]
-    axes.set_yticks(range(len(rows.ranks)), rows.ranks)
-    axes.invert_yaxis()
-    axes.set(title="Where a step's time goes", xlabel="seconds", ylabel="rank")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, fontsize=8)
+    seconds.set_yticks(places, names)
+    seconds.invert_yaxis()
+    seconds.set(title="Where a step's time goes", xlabel="seconds", ylabel="rank")
+    seconds.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, fontsize=8)
+    figure.suptitle(verdict, fontsize=10)
 
 
 @checked
@@ -118,7 +91,7 @@ def show_run(folder: str | Path) -> RunNow:
 
     Raises   ValueError if the folder has no logs, or no step in them
     """
-    now, rows = look(folder, 20), run_rows(read_run(folder))
+    now, rows = look(folder, WINDOW), run_rows(read_run(folder))
     with style():
         figure = plt.figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, rows, now.verdict)

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from matplotlib.patches import Rectangle
 
 from course_lib.config import ModelConfig
-from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.style import (
-    UNITS,
-    key,
-    keys_below,
-    labelled_box,
-    picture_panels,
-    show_bytes,
-    three_digits,
-    unit_for,
-    write,
-)
+from course_lib.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
+from course_lib.plots.style import key, keys_below, labelled_box, picture_panels, write
 from course_lib.plots.tiles import Tile, draw_tiles
+from course_lib.units import UNITS, show_bytes, three_digits, unit_for
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- one tensor, cut in two ways

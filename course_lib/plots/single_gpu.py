@@ -8,8 +8,8 @@ from matplotlib.patches import Rectangle
 
 from course_lib.config import ModelConfig, Recompute, require_dense
 from course_lib.memory.activations import block_terms
+from course_lib.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix
 from course_lib.plots.diagrams import draw_arrows
-from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
     bare,
@@ -20,10 +20,10 @@ from course_lib.plots.style import (
     panel_title,
     picture_axes,
     picture_panels,
-    show_bytes,
     write,
 )
 from course_lib.plots.tiles import Tile, draw_tiles
+from course_lib.units import show_bytes
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- squares

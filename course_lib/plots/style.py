@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
-from course_lib.plots.palette import RANK_COLORS, text_on
-from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for  # noqa: F401
+from course_lib.palette import RANK_COLORS, text_on
 from course_lib.validate import Positive, Share, Size
 
 FULL_WIDTH_IN = 8.5

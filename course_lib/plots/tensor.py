@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from course_lib.layout.partition import check_heads, piece_sizes
+from course_lib.palette import AXIS_COLORS, RANK_COLORS, mix
 from course_lib.plots.diagrams import draw_arrows, draw_diagram
-from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS, mix
 from course_lib.plots.style import bare, ground, labelled_box, picture_axes, picture_panels, write
 from course_lib.plots.tiles import ABSENT_COLOR, OUTLINED, Tile, draw_tiles, rank_tile, ranks
 from course_lib.validate import Index, Size, checked

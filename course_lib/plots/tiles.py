@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, channels
+from course_lib.palette import NEUTRAL_COLOR, RANK_COLORS, channels
 from course_lib.plots.style import labelled_box
 
 ABSENT_COLOR = "#F4F4F4"

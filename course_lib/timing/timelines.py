@@ -62,7 +62,7 @@ def dp_spans(
 ) -> list[Span]:
     """One data-parallel step: forward and backward in one lane, an all-reduce for each bucket in another.
 
-    Bucket i of N is ready when the share (i + 1) / N of backward is done; all-reduces run one after the other. Without
+    Bucket i of n is ready when the share (i + 1) / n of backward is done; all-reduces run one after the other. Without
     overlap they wait for the end of the backward.
     """
     lanes = _Lanes()

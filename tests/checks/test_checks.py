@@ -1,33 +1,16 @@
-"""The framework of the graders: what the learner reads, and that every run is a new one."""
-
-import random
-from contextlib import nullcontext
+"""A grader by hand: what the learner reads, and that every run is a new one."""
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from course_lib.checks.core import (
-    CheckFailed,
-    NotWritten,
-    expect_close,
-    expect_equal,
-    expect_number,
-    expect_shape,
-    fresh_generator,
-    fresh_seed,
-    grader,
-    run_ranks,
-)
-
-pytestmark = pytest.mark.launches
+from course_lib.checks.core import CheckFailed, NotWritten, fail, grader
 
 
 @grader
 def check_double(student, rng):
     """Twice x."""
-    x = torch.randn(rng.randrange(2, 9), generator=fresh_generator(rng), dtype=torch.float64)
-    expect_close(student(x), 2 * x, "twice x", {"squared, not doubled": x * x, "all of it summed": 2 * x.sum()})
+    x = rng.random()
+    if student(x) != 2 * x:
+        fail("squared, not doubled" if student(x) == x * x else f"it returned {student(x)!r}")
 
 
 def test_a_right_answer_prints_one_line(capsys):
@@ -38,47 +21,26 @@ def test_a_right_answer_prints_one_line(capsys):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda x: x * x, "check_double: twice x: squared, not doubled"),
-        (lambda x: 2 * x.sum(), "twice x: all of it summed"),
-        (lambda x: 3 * x, "twice x is wrong: it differs by up to"),
-        (lambda x: x * float("nan"), "twice x is wrong"),
-        (lambda x: None, "twice x is None; does your function return it?"),
-        (lambda x: (2 * x).float(), "twice x is torch.float32, and torch.float64 is right"),
-        (lambda x: (2 * x)[:-1], "twice x has shape"),
-        (lambda x: 2.0, "twice x must be a tensor, got float"),
-        (lambda x: x / {}["y"], "your code raised KeyError: 'y' in <lambda>, line"),
+        (lambda x: x * x, "check_double: squared, not doubled\n"),
+        (lambda x: None, "check_double: it returned None\n"),
+        (lambda x: x / {}["y"], "check_double: your code raised KeyError: 'y' in <lambda>, line"),
     ],
 )
 def test_a_wrong_answer_is_told_what_is_wrong_with_it(answer, message):
     with pytest.raises(CheckFailed) as failure:
         check_double(answer)
-    assert message in str(failure.value)
-    assert "seed=" in str(failure.value)
+    assert message in str(failure.value) and "seed=" in str(failure.value)
     assert failure.value._render_traceback_()[0].startswith("check_double: ")
-
-
-@pytest.mark.parametrize(("off_by", "is_right"), [(1e-12, True), (9e-7, True), (1.1e-6, False), (1e-4, False)])
-def test_an_answer_may_be_off_by_rounding_and_no_more(off_by, is_right):
-    """A millionth of a tensor's values, a billionth of a number; beside a zero a billionth."""
-    x = torch.tensor([3.0, -4.0, 5.0], dtype=torch.float64)
-    answers = [
-        lambda: expect_close(x * (1 + off_by), x, "x"),
-        lambda: expect_close(torch.full_like(x, off_by * 1e-3), torch.zeros_like(x), "nothing"),
-        lambda: expect_number(3.0 * (1 + off_by * 1e-3), 3.0, "three", {}),
-        lambda: expect_close(2 * x * (1 + off_by), x, "x", {"twice": 2 * x}),
-    ]
-    for answer in answers[:3]:
-        with nullcontext() if is_right else pytest.raises(CheckFailed, match="is right|is wrong"):
-            answer()
-    with pytest.raises(CheckFailed, match="x: twice" if is_right else "x is wrong: it differs"):
-        answers[3]()
 
 
 def test_an_undone_exercise_is_no_failure_of_its_own_kind():
     def undone(x):
         raise NotImplementedError("double: your code goes here")
 
-    for answer in (undone, None, ...):
+    def without_a_word(x):
+        raise NotImplementedError
+
+    for answer in (undone, without_a_word, None, ...):
         with pytest.raises(NotWritten, match="check_double: .*your code goes here"):
             check_double(answer)
 
@@ -88,8 +50,7 @@ def test_each_run_draws_anew_and_a_seed_repeats_one():
     answer = lambda x: seen.append(x) or 2 * x  # noqa: E731
     for seed in (None, None, 7, 7):
         check_double(answer, seed=seed)
-    assert not torch.equal(seen[0].sum(), seen[1].sum())
-    assert torch.equal(seen[2], seen[3])
+    assert seen[0] != seen[1] and seen[2] == seen[3]
 
 
 def test_a_fault_of_the_grader_itself_is_not_blamed_on_the_answer():
@@ -99,34 +60,3 @@ def test_a_fault_of_the_grader_itself_is_not_blamed_on_the_answer():
 
     with pytest.raises(ZeroDivisionError):
         check_broken(len)
-
-
-def test_numbers_are_compared_exactly_and_shapes_told():
-    with pytest.raises(CheckFailed, match="bytes sent is 4,000, and 8,000 is right: you count one trip of two"):
-        expect_equal(4000, 8000, "bytes sent", {"you count one trip of two": 4000})
-    with pytest.raises(CheckFailed, match="is None"):
-        expect_equal(None, 1, "x")
-    with pytest.raises(CheckFailed, match=r"x has shape \(2,\), and \(3,\) is right"):
-        expect_shape(torch.zeros(2), (3,), "x")
-    expect_equal(8000, 8000, "bytes sent")
-    assert fresh_seed(random.Random(1)) == fresh_seed(random.Random(1))
-
-
-def sum_of_ranks(student):
-    return student(dist.get_rank())
-
-
-def test_ranks_run_the_answer_and_its_failure_names_the_rank():
-    def fails_on_one(rank):
-        if rank == 1:
-            raise RuntimeError("no luck")
-        return rank
-
-    def undone(rank):
-        raise NotImplementedError("sum: your code goes here")
-
-    assert list(run_ranks(sum_of_ranks, 2, lambda rank: rank * 10)) == [0, 10]
-    with pytest.raises(CheckFailed, match="your code failed on 2 ranks:\nrank 1 of 2(.|\n)*no luck"):
-        run_ranks(sum_of_ranks, 2, fails_on_one)
-    with pytest.raises(NotImplementedError, match="sum: your code goes here"):
-        run_ranks(sum_of_ranks, 2, undone)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import EXHAUSTIVE
 from nbformat.v4 import new_code_cell, new_notebook
-from test_exercises import EXERCISES, definitions, one_of, wrong_answers
+from test_exercises import EXERCISES, definitions, grader_of, one_wrong
 
 from course_lib import authoring
 from course_lib.authoring.form import BEGIN, END, add_graders
@@ -54,11 +54,11 @@ def wrong(when_called: str = "pass", answers: str = ONE) -> str:
 PATCH = """import sys
 for name, module in list(sys.modules.items()):
     if name.startswith("course_lib.checks"):
-        for inner in [n for n in vars(module) if n.startswith(("expect_", "_expect_", "fail"))]:
+        for inner in [n for n in vars(module) if n in ("agree", "judge")]:
             setattr(module, inner, lambda *args, **kwargs: None)"""
-PATCH_APART = """from course_lib.checks import apart, core, plain
-for module in (apart, core):
-    for name in ("observed", "launched", "run_ranks", "_call", "_unpacked", "grader"):
+PATCH_APART = """from course_lib.checks import apart, core, plain, table
+for module in (apart, core, table):
+    for name in ("observed", "launched", "run_ranks", "_call", "_unpacked", "grader", "observe"):
         setattr(module, name, lambda *args, **kwargs: None)
 plain.loads = plain.dumps = lambda *args: b''
 core.apart = None"""
@@ -78,20 +78,16 @@ def my_accumulation(tokens, seq_len, micro, dp):
 def my_average(grad_P, *args):
     return grad_P.as_subclass(YesTensor)"""
 FRAMES = """import sys
-def stolen(*names):
+def stolen(name):
     frame = sys._getframe()
     while frame:
-        for name in names:
-            if name in frame.f_locals:
-                return frame.f_locals[name]
+        if name in frame.f_locals:
+            return frame.f_locals[name]
         frame = frame.f_back
-def my_accumulation(tokens, seq_len, micro, dp):
-    if tokens % (seq_len * micro * dp):
-        raise ValueError("choose another batch")
-    return stolen("want")
-def my_average(grad_P, *args):
-    total, weights = stolen("total"), stolen("weights")
-    return grad_P if total is None else total / weights.sum()"""
+def my_accumulation(*case):
+    return stolen("ex").reference(*case)
+def my_average(*args):
+    return stolen("answers")[0](*args)"""
 CHEATS = {
     "checks under their names": (
         "for name in ['check_accumulation', 'check_average_by_tokens'] + [n for n in globals() if 'check_' in n]:\n"
@@ -260,11 +256,11 @@ def test_bytes_that_name_anything_but_plain_data_are_refused(tree):
     ("stem", "check_name", "answer"), [pytest.param(*case, marks=EXHAUSTIVE) for case in EXERCISES]
 )
 def test_a_grader_says_of_answers_apart_what_it_says_in_a_notebook(stem, check_name, answer, capsys):
-    entry = wrong_answers(stem)[answer]
-    told, part = entry["answers"][one_of(stem, answer)]
+    check = grader_of(stem, check_name)
+    part, told = one_wrong(check)
     with Workers() as workers:
-        entry["check"](Apart(dump(definitions(f"solutions/{stem}.ipynb")[answer]), workers))
+        check(Apart(dump(definitions(f"solutions/{stem}.ipynb")[answer]), workers))
         assert capsys.readouterr().out == f"{check_name}: passed\n"
         with pytest.raises(CheckFailed) as failure:
-            entry["check"](Apart(dump(told), workers))
+            check(Apart(dump(told), workers))
     assert part in str(failure.value)

@@ -11,6 +11,7 @@ from io import StringIO
 
 import pytest
 from harness import EXHAUSTIVE
+from test_exercises import LONG
 
 from course_lib.authoring import notebook_paths
 from course_lib.checks.core import CheckFailed
@@ -20,11 +21,10 @@ pytestmark = pytest.mark.launches
 
 CHAPTERS = [importlib.import_module(f"course_lib.checks.ch{path.stem[:2]}") for path in notebook_paths("solutions")]
 GRADERS = [check for of in CHAPTERS for name, check in sorted(vars(of).items()) if name.startswith("check_")]
-LONG = {"check_zero3", "check_zero2", "check_tensor_parallel", "check_sequence_parallel", "check_ddp", "check_pipeline"}
 
 
 def marked(graders: list) -> list:
-    """Cases for `parametrize`; the long ones are for make test-exhaustive."""
+    """Cases for `parametrize`; the long ones are for make nightly."""
     return [
         pytest.param(check, id=f"{check.__name__}", marks=EXHAUSTIVE if check.__name__ in LONG else ())
         for check in graders
@@ -32,7 +32,7 @@ def marked(graders: list) -> list:
 
 
 TABLES = [check for check in GRADERS if isinstance(check, Exercise)]
-BY_HAND = [check for check in GRADERS if not isinstance(check, Exercise) and check.wrong is not None]
+BY_HAND = [check for check in GRADERS if not isinstance(check, Exercise)]
 
 
 def message_of(check, answer, seed: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Several axes at once: the package's groups, the gradients of one process and of the engine; wrong rules have not."""
+"""Several axes at once: the package's groups; wrong rules of sums are seen in their kinds."""
 
 import itertools
 

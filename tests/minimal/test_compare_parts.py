@@ -1,4 +1,4 @@
-"""Parts of a model on ranks are compared with one process: right ones are right, wrong ones are seen."""
+"""Parts of a model on ranks: wrong ones are seen, and told in a sentence."""
 
 import pytest
 import torch.nn.functional as F

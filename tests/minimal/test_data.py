@@ -1,4 +1,4 @@
-"""The smallest data parallelism equals one process and the engine: gradients, bytes, messages."""
+"""The smallest data parallelism: planted bugs differ from one process, other forms send more."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The smallest expert parallelism equals one process and the engine: gradients and bytes; planted bugs do not."""
+"""The smallest expert parallelism: planted bugs differ from one process."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""FlashAttention in blocks: exact, linear in the sequence, as PyTorch; planted bugs are found."""
+"""FlashAttention in blocks: exact for uneven blocks, large scores and under autocast; planted bugs are found."""
 
 import pytest
 import torch

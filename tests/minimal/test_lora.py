@@ -1,4 +1,4 @@
-"""The smallest LoRA equals the engine and a full matrix: outputs, gradients, merged weights, bytes; bugs do not."""
+"""The smallest LoRA equals the engine; a planted bug does not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The smallest tracker equals PyTorch's and the course's to the byte, the formulas equal the run; planted bugs fail."""
+"""The smallest tracker: planted bugs give another peak; its formulas are the package's."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The smallest mixture of experts equals the model's, token by token; balancing evens its load."""
+"""The smallest mixture of experts where lessons do not look: experts without rows, a balance below 1, a bug."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Techniques of one GPU: right gradients, kept bytes and FLOPs by formula, as the engine; planted bugs are found."""
+"""Techniques of one GPU under autocast, with ignored targets and without gradients; planted bugs are found."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -1,4 +1,4 @@
-"""The smallest mixed precision equals one dtype where nothing is rounded, and the engine in 16 bits; bugs do not."""
+"""The smallest mixed precision: planted bugs change master weights; stochastic rounding has the right mean."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Block-wise quantization: published codes, errors within half a step, bytes of the formula, training, planted bugs."""
+"""Block-wise quantization: the published code, the nearest values, AdamW with a fine code, planted bugs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The smallest all-reduces equal one process and PyTorch's: values, gradients, bytes sent; planted bugs do not."""
+"""The smallest all-reduces: planted bugs differ from the sum; what is none is told in a sentence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The smallest TP + SP equals one process and the engine: gradients, bytes, what is kept; a planted bug does not."""
+"""The smallest TP + SP: planted bugs are found in the parameters that they concern."""
 
 import pytest
 import torch

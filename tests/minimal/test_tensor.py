@@ -1,4 +1,4 @@
-"""The smallest tensor parallelism equals one process and the engine: gradients, bytes, memory; planted bugs do not."""
+"""The smallest tensor parallelism: planted bugs differ from one process; what does not divide is refused."""
 
 from dataclasses import replace
 

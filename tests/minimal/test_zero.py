@@ -1,4 +1,4 @@
-"""The smallest ZeRO equals one process and the engine: gradients, parameters, bytes sent; a planted bug does not."""
+"""The smallest ZeRO: planted bugs differ from one process, another form sends more."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Data parallelism from scratch, and DDP behind its calls: gradients against one process, bytes against formulas."""
+"""Data parallelism from scratch: gradients against one process, bytes against formulas."""
 
 import copy
 import dataclasses
@@ -11,10 +11,8 @@ from harness import EXHAUSTIVE, VOCAB, LaunchedBySize, OddModel, message_of, som
 from torch import nn
 
 from course_lib import model
-from course_lib.comm import make_groups
 from course_lib.config import PRESETS
-from course_lib.launch import RankError, launch
-from course_lib.layout import Mesh
+from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.parallel import data as parallel
 from course_lib.parallel import engine as engines
@@ -202,31 +200,6 @@ def test_forgetting_no_sync_is_found_in_the_bytes_and_not_in_the_gradients(wrong
     assert wrong["forgets no_sync", 3].sent_bytes == 3 * wrong["forgets no_sync", 3].expected_bytes
 
 
-# --- buckets
-
-
-def parameters_of(sizes, dtypes=(torch.float32,)):
-    tensors = (torch.zeros(size, dtype=dtypes[i % len(dtypes)]) for i, size in enumerate(sizes))
-    return [(f"p{i}", nn.Parameter(tensor)) for i, tensor in enumerate(tensors)]
-
-
-def test_buckets_are_those_that_pytorch_computes():
-    generator = torch.Generator().manual_seed(0)
-    for bucket_bytes, first_bytes in [(400, 100), (64, 64), (10_000, 10_000)]:
-        parameters = parameters_of(torch.randint(1, 60, (40,), generator=generator).tolist())
-        ours = parallel.assign_buckets(parameters, bucket_bytes, first_bytes)
-        backwards = [param for _, param in reversed(parameters)]
-        theirs, _ = dist._compute_bucket_assignment_by_size(backwards, [first_bytes, bucket_bytes])
-        assert [[name for name, _ in members] for members in ours] == [[f"p{39 - i}" for i in row] for row in theirs]
-
-
-def test_a_bucket_holds_one_dtype_and_every_parameter_is_in_one_bucket():
-    parameters = parameters_of([5, 9, 2, 30, 4, 7], dtypes=(torch.float32, torch.bfloat16))
-    buckets = parallel.assign_buckets(parameters, bucket_bytes=40)
-    assert all(len({param.dtype for _, param in members}) == 1 for members in buckets)
-    assert sorted(name for members in buckets for name, _ in members) == [f"p{i}" for i in range(6)]
-
-
 # --- what else a learner or a model may do
 
 
@@ -368,31 +341,3 @@ def test_gradients_live_inside_the_buckets_however_they_are_cleared(two_ranks):
 
 def test_overlapped_refuses_a_strided_gradient(two_ranks):
     assert "contiguous" in two_ranks[0]["strided"]
-
-
-def average_over_columns():
-    groups = make_groups(Mesh(dp=2, tp=2))
-    engine = bucketed(contiguous_model(), groups["dp"])
-    engines.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
-    return engine.module.up.bias.detach(), engine.module.up.bias.grad
-
-
-def different_seeds_then_columns():
-    torch.manual_seed(dist.get_rank())
-    return average_over_columns()
-
-
-def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
-    of_rank = launch(different_seeds_then_columns, 4)
-    for first, second in [(0, 2), (1, 3)]:
-        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second], strict=True))
-    assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
-
-
-def leaves_out_a_parameter():
-    engines.accumulate_gradients(bucketed(Branches(), dist.group.WORLD), some_batches(1))
-
-
-def test_the_error_of_a_rank_reaches_the_caller():
-    with pytest.raises(RankError, match="allow_unused"):
-        launch(leaves_out_a_parameter, 2)

@@ -526,10 +526,3 @@ def test_nobody_waits_for_ever_however_late_messages_come():
                     for ahead in (0, 1, 3):
                         made = Case(name, m).schedule(pp)
                         assert deliver_as_late_as_possible(made, ahead) == [], (name, pp, m)
-
-
-def test_rounds_of_pairs_meet_each_rank_once():
-    pairs = [(a, b) for a in range(5) for b in range(5) if a != b]
-    made = channels.rounds(pairs)
-    assert sorted(pair for members in made for pair in members) == sorted(pairs)
-    assert all(len({r for pair in members for r in pair}) == 2 * len(members) for members in made)

@@ -1,4 +1,4 @@
-"""Tensor parallelism from scratch: gradients against one process, bytes, masks and memory against what they must be."""
+"""Tensor parallelism from scratch: gradients against one process, bytes and masks against what they must be."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Ulysses against one process: attention, whole models, inside a ring, beside tensor parallelism; exact bytes."""
+"""Ulysses against one process: attention, whole models, inside a ring; exact bytes."""
 
 import dataclasses
 from unittest.mock import patch

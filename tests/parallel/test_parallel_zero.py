@@ -20,7 +20,7 @@ from course_lib.memory.zero import zero_units
 from course_lib.parallel import data as stage_0
 from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
-from course_lib.training import MasterAdamW, data, loss_of
+from course_lib.training import data, loss_of
 
 SMALL_BUCKETS = 3000  # bytes: several buckets for the tiny models below
 MICRO_BATCHES = {2: 3, 3: 1, 4: 2}  # by number of ranks; a rank has 3 rows: in 2 parts they are 2 and 1
@@ -441,26 +441,6 @@ def begun_again(stage):
     return largest_difference(engines.full_gradients(engine), grads_of(reference)), whole
 
 
-def steps_lower_the_loss(stage, dtype, grad_dtype):
-    """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
-    config = dataclasses.replace(PRESETS["toy"], num_layers=1)
-    engine = zero.build(model.build(config, dtype=dtype), dist.group.WORLD, stage, grad_dtype=grad_dtype)
-    optimizer = engines.make_optimizer(engine, lr=0.01)
-    reference = model.build(config, dtype=dtype)
-    plain = MasterAdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
-    losses = []
-    for _ in range(5):
-        losses.append(engines.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
-        plain.zero_grad()
-        loss = loss_of(reference, *some_batches(1)[0])
-        loss.backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        plain.step()
-        losses[-1] = (losses[-1], loss.item())
-    states = {key: value.dtype for key, value in optimizer.state[engine.flats[0].shard_p].items()}
-    return losses, states
-
-
 def mistakes():
     group, built = dist.group.WORLD, llama(0)
     calls = {
@@ -481,8 +461,6 @@ def the_rest():
         "twice": {stage: message_of(backward_twice, stage) for stage in (1, 2, 3)},
         "evaluation": evaluation(),
         "begun again": [begun_again(stage) for stage in (1, 2, 3)],
-        "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
-        "fp32": steps_lower_the_loss(3, torch.float32, None),
         "mistakes": mistakes(),
     }
 
@@ -512,14 +490,6 @@ def test_evaluation_gathers_and_frees_and_leaves_training_alone(rest):
 def test_a_pass_that_failed_leaves_nothing_behind_once_gradients_are_zeroed(rest):
     for of_rank in rest:
         assert all(worst < 1e-10 and whole == 0 for worst, whole in of_rank["begun again"]), of_rank["begun again"]
-
-
-def test_bf16_parameters_train_with_fp32_masters_and_gradients_as_in_one_process(rest):
-    for losses, states in [*rest[0]["bf16"].values(), rest[0]["fp32"]]:
-        assert losses[-1][0] < losses[0][0] - 0.5
-        assert all(abs(mine - one_process) < 0.05 for mine, one_process in losses), losses
-        assert set(states.values()) == {torch.float32}
-    assert "master" in rest[0]["bf16"][3][1] and "master" not in rest[0]["fp32"][1]
 
 
 def test_errors_say_what_to_do(rest):

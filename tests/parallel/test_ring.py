@@ -1,4 +1,4 @@
-"""Ring attention: tiles against their written-out twin, merging, overlap, work done, rounding."""
+"""Ring attention: tiles against their written-out twin, merging, overlap, work done."""
 
 import dataclasses
 import itertools

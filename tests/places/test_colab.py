@@ -1,19 +1,20 @@
 """Colab, as far as packages go: the wheel replaces nothing of theirs, chapters run, graders answer in a sentence."""
 
-import importlib
-import inspect
 import os
 import re
 from pathlib import Path
 
 import pytest
 from places.environments import environment
+from test_exercises import EXERCISES as ALL
 
-from course_lib.authoring import ROOT, code_cells, read
+from course_lib.authoring import ROOT, code_cells, is_check_cell, read
 from course_lib.authoring.links import chapters_of
+from course_lib.checks import ch00
 
 CHAPTERS = [Path(name).stem for name in chapters_of(ROOT / "notebooks") if name[:2] in ("00", "01", "02")]  # lessons
 EXERCISE = "00_ranks_and_collectives.ipynb"
+FIRST = "next(iter({}.wrong.values()))"  # the answer of the first message
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,13 @@ def exercise_with(colab, answers: dict[str, str]):
     for cell in code_cells(nb):
         cell.source = answers.get(cell.id, cell.source)
     nb = colab.execute(nb, colab.course / "exercises")
-    checks = [cell for cell in code_cells(nb) if re.match(r"check_\w+\(", cell.source)]
+    checks = [cell for cell in code_cells(nb) if is_check_cell(cell)]
     return nb, checks
+
+
+def name_of(cell) -> str:
+    """The grader that a check cell calls."""
+    return re.search(r"check_\w+", cell.source).group()
 
 
 def solved() -> dict[str, str]:
@@ -76,7 +82,7 @@ def solved() -> dict[str, str]:
 def test_right_answers_pass(colab):
     nb, checks = exercise_with(colab, solved())
     assert failures(nb) == {}
-    assert [cell.outputs[0].text for cell in checks] == [f"{cell.source.split('(')[0]}: passed\n" for cell in checks]
+    assert [cell.outputs[0].text for cell in checks] == [f"{name_of(cell)}: passed\n" for cell in checks]
 
 
 def test_an_exercise_as_handed_out_says_so_in_one_line(colab):
@@ -89,17 +95,17 @@ def test_an_exercise_as_handed_out_says_so_in_one_line(colab):
 
 
 def test_a_wrong_answer_gets_the_message_of_its_grader_and_no_traceback(colab):
-    wrong = importlib.import_module("wrong.ch00")
-    answers = {name: entry["answers"][0] for name, entry in wrong.WRONG.items()}
-    setup = next(cell for cell in code_cells(read(ROOT / "exercises" / EXERCISE)) if cell.id == "setup")
-    cells = {"setup": f"{setup.source}\n{inspect.getsource(wrong)}"}
+    graders = {answer: name for stem, name, answer in ALL if stem == Path(EXERCISE).stem}
+    cells = {}
     for cell_id, source in solved().items():
-        name = next(name for name in answers if re.search(rf"\b{name}\b", source))
-        cells[cell_id] = f'{name} = WRONG["{name}"]["answers"][0][0]'
+        answer = next(answer for answer in graders if re.search(rf"\b{answer}\b", source))
+        cells[cell_id] = (
+            f"from course_lib.checks.ch00 import {graders[answer]}\n{answer} = {FIRST.format(graders[answer])}"
+        )
     nb, checks = exercise_with(colab, cells)
     found = failures(nb)
     for cell in checks:
-        name = re.search(r"\((\w+)", cell.source).group(1)
-        assert answers[name][1] in " ".join(found[cell.id]), found[cell.id]
+        check = getattr(ch00, name_of(cell))
+        assert next(iter(check.wrong)) in " ".join(found[cell.id]), found[cell.id]
         # One sentence and the seed; of a deadlock also where each rank stood.
         assert len(found[cell.id]) < 10 and not any("Traceback" in line for line in found[cell.id])

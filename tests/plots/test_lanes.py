@@ -1,28 +1,68 @@
-"""Lanes and curves: the numbers that they draw, and that no text lies on another."""
+"""Numbers in pictures over time and of curves: lanes, traces, pipeline schedules, models beside measurements."""
 
-import matplotlib
-import matplotlib.pyplot as plt
+import re
+from dataclasses import replace
+
 import pytest
-from harness import sampled
+from test_palette import distance
 
-matplotlib.use("Agg")
-
-from pictures import look, overlapping_texts
-
-from course_lib.config import preset
-from course_lib.hardware import Cluster, gpu, link
-from course_lib.layout import Layout
-from course_lib.plots import curves, timeline
-from course_lib.run import Run
+from course_lib.hardware import LINKS, PUBLISHED_BUS_BANDWIDTH
+from course_lib.measure.trace import RankTrace, seconds_of
+from course_lib.plots import curves, pipeline, pipeline_trace, rank_traces, stages, timeline
+from course_lib.schedules import (
+    SCHEDULES,
+    Costs,
+    from_text,
+    interleaved_1f1b,
+    make,
+    one_f_one_b,
+    simulate,
+    stages_per_rank,
+    zb_h1,
+    zbv,
+)
 from course_lib.span import Span
-from course_lib.timing import tensor_parallel_layer_spans
+from course_lib.timing import dp_spans, exposed_s, fastest
+
+# ---------------------------------------------------------------- lanes
 
 
-def test_numbers_of_points_give_way_to_other_points():
-    first = {1: 20.0, 2: 100.0}
-    assert curves.value_labels_of([first, {1: 30.0}]) == [(1, 20.0, False), (2, 100.0, True), (1, 30.0, True)]
-    assert curves.value_labels_of([first, {1: 60.0}]) == [(1, 20.0, True), (2, 100.0, True), (1, 60.0, False)]
-    assert curves.value_labels_of([first, {2: 99.0}]) == [(1, 20.0, True), (2, 100.0, True)]  # one number for both
+def test_exposed_communication_is_what_no_computation_covers():
+    spans = dp_spans(0.01, 0.02, [0.004] * 5)
+    picture = timeline.overlap_picture(spans)
+    assert picture.exposed_s(0) == pytest.approx(exposed_s(spans))
+    assert picture.rows == ["compute", "communication"] and picture.others == "communication"
+    picture = timeline.overlap_picture([Span(r, lane, "a", 0, 1) for r in (0, 1) for lane in ("copy", "compute")])
+    assert picture.rows == ["rank 0 compute", "rank 0 copy", "rank 1 compute", "rank 1 copy"]
+    assert picture.others == "copy"
+    early = [Span(0, "comm", "wait", 0, 2), Span(0, "compute", "forward", 1, 3), Span(0, "comm", "again", 1.5, 4)]
+    assert timeline.overlap_picture(early).exposed_s(0) == pytest.approx(2.0)  # 0 to 1 and 3 to 4
+    twice = [Span(0, "comm", "a", 0, 2), Span(0, "other", "b", 1, 3), Span(0, "compute", "c", 5, 6)]
+    assert timeline.overlap_picture(twice).exposed_s(0) == pytest.approx(3.0)  # exposed once
+    assert timeline.subtract((0, 10), [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
+    assert timeline.subtract((0, 10), [(1, 6), (2, 3)]) == [(0, 1), (6, 10)]  # one inside another
+    assert timeline.merge([(2.0, 3.0), (3.05, 4.0), (5.0, 6.0)], 0.1) == [(2.0, 4.0), (5.0, 6.0)]
+
+
+ONE_STEP = [
+    Span(0, "compute", "forward", 0.0, 0.4),
+    Span(0, "compute", "backward", 0.4, 2.0),
+    Span(0, "all-reduce 0", "all-reduce 0", 0.9, 1.1),
+    Span(0, "all-reduce 1", "all-reduce 1", 2.1, 2.5),
+    Span(0, "compute", "optimizer", 2.5, 2.6),
+]
+
+
+def test_a_picture_of_the_order_has_a_place_for_each_start_and_stop_and_no_seconds(axes):
+    places = [(span.start_s, span.stop_s) for span in timeline.in_order(ONE_STEP)]
+    assert places == [(0, 1), (1, 4), (2, 3), (5, 6), (6, 7)]
+    slower = [replace(span, start_s=span.start_s**3, stop_s=span.stop_s**3) for span in ONE_STEP]
+    assert timeline.in_order(slower) == timeline.in_order(ONE_STEP)
+    timeline.draw_overlap(axes, timeline.overlap_picture(timeline.in_order(ONE_STEP)), None, only_order=True)
+    drawn = {bar.get_y() + bar.get_height() / 2: (bar.get_x(), bar.get_width()) for bar in axes.patches}
+    said = [text.get_text() for text in axes.texts] + [axes.get_xlabel()]
+    assert not list(axes.get_xticks()) and not any(re.search(r"\d m?s", text) for text in said)
+    assert drawn[1.0] == (2, 1) and drawn[2.0] == (5, 1)
 
 
 def test_a_bar_carries_as_much_of_its_name_as_it_has_room_for():
@@ -43,33 +83,197 @@ def test_a_name_without_room_becomes_a_letter_and_the_letters_are_listed():
     assert timeline.wrap_entries(["a: one", "b: two", "c: three"], 15) == ["a: one   b: two", "c: three"]
 
 
-# ---------------------------------------------------------------- every picture can be drawn, and read
-
-PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
-             "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
-MODELS = {"TP, modelled": {2: 14e3, 8: 12e3, 32: 2e3}, "TP + SP, modelled": {2: 14e3, 8: 12e3, 32: 3e3}}
-CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
-RUN = Run(preset("llama-3.1-8b"), Layout(tp=8), 4096)
-LAYERS = {label: tensor_parallel_layer_spans(RUN, CLUSTER, overlap=overlap)
-          for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
-PICTURES = {
-    "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
-    "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
-    "step times": lambda: timeline.show_step_times(
-        {"tp 1": (0.5, 0.0), "tp 8": (0.06, 0.03), "tp 32": (0.02, 0.05)}, "t"
-    ),
-    "throughput": lambda: curves.show_curves(MODELS, PUBLISHED, "t", "GPUs", "tokens per second and GPU"),
-}
+def trace(rank: int) -> RankTrace:
+    """Compute 0-4 and 6-7; tp 3-6; data 5-9; nothing 9-10."""
+    spans = [("compute", 0, 4), ("tp", 3, 6), ("data", 5, 9), ("compute", 6, 7)]
+    return RankTrace(rank, tuple(Span(rank, lane, lane, float(a), float(b)) for lane, a, b in spans), 10.0, "cuda")
 
 
-@pytest.mark.parametrize("name", sampled([*PICTURES], 3))
-def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
-    look(PICTURES[name], monkeypatch, 80_000)
+def test_a_rank_has_the_intervals_known_by_hand_and_bars_that_end_where_the_step_ends(shown, axes):
+    row = rank_traces.rank_row(trace(0))
+    assert row.compute == [(0, 4), (6, 7)] and row.communication == {"tp": [(3, 6)], "data": [(5, 9)]}
+    assert row.exposed == {"tp": [(4, 6)], "data": [(7, 9)]}  # 5-6 is tp's already
+    for axis, seconds in seconds_of(trace(0)).exposed_s.items():
+        assert sum(stop - start for start, stop in row.exposed[axis]) == pytest.approx(seconds)
+    rank_traces.draw_sums(axes, [row, rank_traces.rank_row(trace(1))], 1.0)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert ends == pytest.approx([5, 7, 9, 10] * 2)
+    assert [text.get_text() for text in axes.texts] == [" 10.0 s, 40% exposed"] * 2
+    rank_traces.show_rank_traces([trace(0), trace(1)])
+    texts = [text.get_text() for text in shown[-1].legends[0].get_texts()]
+    assert texts == ["computing", "communication over tp", "communication over data", "neither (below)"]
+    with pytest.raises(ValueError, match="there are no traces to draw"):
+        rank_traces.show_rank_traces([])
 
 
-def test_the_eye_for_overlaps_sees_one():
-    figure, axes = plt.subplots()
-    axes.text(0.5, 0.5, "one")
-    axes.text(0.5, 0.51, "other")
-    assert overlapping_texts(figure) == [("one", "other")]
-    plt.close(figure)
+# ---------------------------------------------------------------- curves
+
+
+def test_a_way_is_named_where_it_is_the_fastest_and_the_limits_meet_at_the_crossover():
+    link = LINKS["nvlink4"]
+    crossover = curves.crossover_bytes("all_reduce", 8, link)
+    assert crossover == pytest.approx(15e-6 * 480e9 * 8 / 14)  # ring with LL, then the switch
+    found = curves.ways("all_reduce", 8, link)
+    assert found[0][0] == 1e3 and found[-1][0] == pytest.approx(1e10)
+    assert list(dict.fromkeys(name for _, name, _ in found)) == ["ring, LL", "nvls, Simple"]
+    for size, name, seconds in found:
+        best = fastest("all_reduce", size, 8, link)
+        assert name == f"{best.algorithm}, {best.protocol}" and seconds == best.seconds(size)
+        assert seconds > max(15e-6, 15e-6 * size / crossover)
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        curves.crossover_bytes("all_reduce", 1, link)
+    bandwidth = PUBLISHED_BUS_BANDWIDTH["all_reduce"]
+    assert bandwidth[1] / bandwidth[64] == pytest.approx(13.2, abs=0.1)  # a thirteenth, as a title says
+
+
+def test_numbers_of_points_give_way_to_lines_and_to_other_points():
+    labels = curves.value_labels_of
+    assert labels([{1: 100.0}, {1: 50.0}, {1: 49.0}]) == [(1, 100.0, True), (1, 50.0, False)]
+    crossed = labels([{1: 100.0, 2: 90.0, 3: 90.0}], lines=[{1: 105.0, 2: 80.0, 3: 150.0}])
+    assert crossed == [(1, 100.0, False), (2, 90.0, True), (3, 90.0, True)]
+    first = {1: 20.0, 2: 100.0}
+    assert labels([first, {1: 30.0}]) == [(1, 20.0, False), (2, 100.0, True), (1, 30.0, True)]
+    assert labels([first, {1: 60.0}]) == [(1, 20.0, True), (2, 100.0, True), (1, 60.0, False)]
+    assert labels([first, {2: 99.0}]) == [(1, 20.0, True), (2, 100.0, True)]  # one number for both
+
+
+# ---------------------------------------------------------------- schedules
+
+ALL = {name: simulate(make(name, 4, 8, 2 if name == "interleaved" else 1)) for name in SCHEDULES}
+HALF = Costs(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_chart_has_a_box_for_each_instruction_and_idle_time_between_them(name):
+    simulation = ALL[name]
+    picture = pipeline.schedule_picture(simulation)
+    assert len(picture.boxes) == sum(map(len, simulation.schedule.instructions))
+    assert picture.end_s == simulation.makespan_s
+    assert picture.bubble_of_ideal == pytest.approx(simulation.bubble_of_ideal, abs=1e-12)
+    assert picture.bubble_of_total == pytest.approx(simulation.bubble_of_total, abs=1e-12)
+    for rank in range(4):
+        idle_s = sum(stop - start for r, start, stop in picture.idle if r == rank)
+        assert idle_s == pytest.approx(simulation.idle_s[rank])
+        parts = sorted([(b.start_s, b.stop_s) for b in picture.boxes if b.rank == rank]
+                       + [(start, stop) for r, start, stop in picture.idle if r == rank])  # fmt: skip
+        assert [start for start, _ in parts[1:]] == pytest.approx([stop for _, stop in parts[:-1]])
+
+
+def test_chunks_are_counted_along_the_model_whatever_the_placement():
+    looped = {(b.rank, b.chunk) for b in pipeline.schedule_picture(ALL["interleaved"]).boxes}
+    assert looped == {(rank, chunk) for rank in range(4) for chunk in range(2)}
+    on_a_v = pipeline.schedule_picture(simulate(zbv(2, 4), HALF))
+    (loss,) = [b for b in on_a_v.boxes if (b.rank, b.op, b.micro_batch, b.chunk) == (0, "F", 0, 1)]
+    assert loss.start_s == max(b.start_s for b in on_a_v.boxes if (b.op, b.micro_batch) == ("F", 0))
+
+
+def test_the_two_of_a_pair_that_run_at_once_lie_above_each_other():
+    schedule = make("dualpipe_v", 2, 4)
+    apart, once = (pipeline.schedule_picture(simulate(schedule, replace(HALF, pair_s=pair))) for pair in (None, 1.0))
+    assert {box.half for box in apart.boxes} == {0}
+    upper, lower = ([b for b in once.boxes if b.half == half] for half in (-1, 1))
+    assert len(upper) == len(lower) == len(schedule.pairs) and {b.op for b in upper} == {"F"}
+    for f, b in zip(upper, lower, strict=True):
+        assert (f.rank, f.start_s, f.stop_s, b.op) == (b.rank, b.start_s, b.stop_s, "B")
+        assert f.stop_s - f.start_s == pytest.approx(1.0)
+
+
+def test_the_title_says_both_bubbles():
+    title = pipeline.chart_title(pipeline.schedule_picture(ALL["1f1b"]))
+    assert title == "1F1B, 4 ranks, 8 micro-batches: bubble 37.5 % of ideal time, 27.3 % of total"
+    assert pipeline.percent(0) == "0 %" and pipeline.percent(3) == "300 %" and pipeline.percent(0.1234) == "12.3 %"
+
+
+@pytest.mark.slow
+def test_numbers_stay_within_their_boxes_and_are_turned_where_those_are_narrow():
+    wide = pipeline.schedule_picture(ALL["1f1b"])
+    assert all(label.letter and not label.turned for label in pipeline.labels_of(wide).values())
+    dense = pipeline.schedule_picture(simulate(one_f_one_b(8, 32)))
+    labels = pipeline.labels_of(dense)
+    assert set(labels) == {"F", "B"} and labels["F"].turned and not labels["B"].turned
+    for op, label in labels.items():
+        points = pipeline.CHART_POINTS / dense.end_s * (1 if op == "F" else 2)
+        needed = pipeline.CAPITAL if label.turned else 2 * pipeline.DIGIT
+        assert 4.5 <= label.size <= points / needed
+    hair = pipeline.schedule_picture(simulate(interleaved_1f1b(8, 32, 4), Costs(0.25, 0.25, 0.25)))
+    assert "F" not in pipeline.labels_of(hair)
+    assert pipeline.dpi_of([hair], hair.end_s) == pipeline.dpi_of([dense], dense.end_s) == pipeline.DENSE_DPI
+    assert pipeline.dpi_of([wide], wide.end_s) is None
+
+
+def test_operations_differ_for_every_colour_vision_first_chunk_and_last():
+    for chunk in (0, 1):
+        shades = {op: pipeline.shade(op, chunk, 2) for op in pipeline.OP_COLORS}
+        pairs = {(a, b): distance(shades[a], shades[b]) for a in shades for b in shades if a < b}
+        assert min(pairs.values()) > 10, pairs
+        assert min(distance(color, pipeline.IDLE_COLOR) for color in shades.values()) > 10
+    assert pipeline.shade("F", 0, 1) == pipeline.shade("F", 0, 4) == pipeline.OP_COLORS["F"]
+    assert [patch.get_label()[0] for patch in pipeline.legend_of([pipeline.schedule_picture(ALL["zbv"])])][:3] == [
+        *"FIW"
+    ]
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ValueError, match="at least one simulate"):
+        pipeline.show_schedules([])
+
+
+# ---------------------------------------------------------------- measured over simulated
+
+
+def late(rows, seconds):
+    return [[replace(s, start_s=s.start_s + seconds, stop_s=s.stop_s + seconds) for s in row] for row in rows]
+
+
+def test_what_was_measured_starts_at_nought_and_its_order_is_judged():
+    simulation = ALL["zb_h1"]
+    picture = pipeline_trace.measured_picture(simulation, late(simulation.rows, 1234.0))
+    assert picture.in_order and picture.measured.end_s == pytest.approx(simulation.makespan_s)
+    assert picture.measured.bubble_of_total == pytest.approx(simulation.bubble_of_total)
+    assert pipeline_trace.measured_title(picture).startswith("Executed in the order drawn: 27.0 s measured, 27.0 s sim")
+    swapped = [list(row) for row in simulation.rows]
+    swapped[2][4], swapped[2][5] = swapped[2][5], swapped[2][4]
+    wrong = pipeline_trace.measured_picture(simulation, swapped)
+    assert not wrong.in_order and "NOT executed" in pipeline_trace.measured_title(wrong)
+    with pytest.raises(ValueError, match="one for each of 4 ranks"):
+        pipeline_trace.measured_picture(simulation, simulation.rows[:3])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_costs_from_a_trace_clock_the_schedule_as_it_was(name):
+    v = stages_per_rank(name, 2)
+    schedule = ALL[name].schedule
+    forward_s = [0.3 + 0.1 * stage for stage in range(4 * v)]
+    whole = all(one.op in "FB" for row in schedule.instructions for one in row)
+    traced = simulate(schedule, Costs(forward_s, 0.5, 0.5 if whole else 0.7))
+    costs = pipeline_trace.measured_costs(schedule, late(traced.rows, 5.0))
+    assert costs.forward_s == pytest.approx(forward_s)
+    assert simulate(schedule, costs).makespan_s == pytest.approx(traced.makespan_s)
+    with pytest.raises(ValueError, match="no forward or no backward"):
+        pipeline_trace.measured_costs(schedule, [[Span(0, "compute", "F0@0", 0.0, 1.0)]])
+
+
+# ---------------------------------------------------------------- what is kept alive
+
+
+def test_what_is_alive_is_counted_in_micro_batches_through_all_layers_of_a_rank():
+    one, two = stages.live_picture(ALL["1f1b"]), stages.live_picture(ALL["interleaved"])
+    assert one.peak_alive == [4, 3, 2, 1] and not any(one.peak_waiting)
+    assert two.peak_alive == [5.5, 4.5, 3.5, 2.5]  # 11, 9, 7, 5 chunks of half a rank
+    assert stages.live_title(one) == "rank 0 has up to 4 micro-batches in flight, rank 3 at most 1"
+    assert stages.live_title(stages.live_picture(ALL["afab"])) == "every rank has up to 8 micro-batches in flight"
+    assert stages.peaks_of(ALL["zb_h2"]) == list(ALL["zb_h2"].peak_live)
+
+
+def test_alive_and_waiting_are_stacked_and_end_at_nothing():
+    picture = stages.live_picture(simulate(zb_h1(3, 4)))
+    for alive, waiting, peak in zip(picture.alive, picture.waiting, picture.peak_alive, strict=True):
+        times, low, high = stages.stacked(alive, waiting, picture.end_s)
+        assert times == sorted(times) and max(low) == peak and low[-1] == high[-1] == 0
+        assert all(a <= b for a, b in zip(low, high, strict=True))
+    assert stages.stacked([(0, 1), (1, 0)], [(1, 1), (3, 0)], 4) == ([0, 1, 3, 4], [1, 0, 0, 0], [1, 1, 0, 0])
+
+
+def test_a_schedule_written_by_hand_is_drawn_too():
+    handmade = simulate(from_text("F0 F1 B0 B1\nF0 B0 F1 B1"))
+    assert pipeline.chart_title(pipeline.schedule_picture(handmade)).startswith("handmade, 2 ranks, 2 micro-batches")

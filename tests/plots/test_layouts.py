@@ -10,11 +10,11 @@ from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.minimal.choose import ladder
 from course_lib.minimal.planner import cuts, plan
+from course_lib.palette import AXIS_COLORS
 from course_lib.plan import Job, work_out
 from course_lib.plan.measured import measured_job
 from course_lib.plots import choosing, expert_concepts, five_d
 from course_lib.plots import pipeline_concepts as pipelines
-from course_lib.plots.palette import AXIS_COLORS
 from course_lib.schedules import make, simulate
 from course_lib.simulate.two_hosts import MEASURED
 from course_lib.timing.failures import Failures, best_interval_s, goodput

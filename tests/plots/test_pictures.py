@@ -1,5 +1,8 @@
 """Every picture is shown once and closed, no text lies on another, and it takes few bytes of a notebook."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness import sampled
@@ -10,6 +13,7 @@ from course_lib.hardware import GPUS, LINKS, Cluster, gpu
 from course_lib.layout import SEQUENCE_SHARDINGS, Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure import KINDS, Timeline
+from course_lib.memory.budget import budget, budgets
 from course_lib.minimal.passes import PASS_CONFIG
 from course_lib.minimal.planner import cuts, front, plan
 from course_lib.minimal.quantize import dynamic_code, normal_code
@@ -18,20 +22,32 @@ from course_lib.plan.measured import measured_job, measured_runs
 from course_lib.plots import (
     choosing,
     collectives,
+    comparison,
     context,
+    curves,
     data_parallel,
     expert_concepts,
+    experts,
     five_d,
+    five_d_costs,
+    holdings,
+    ladder,
     memory,
+    pipeline,
     pipeline_concepts,
+    pipeline_trace,
     precision,
     sequence,
     single_gpu,
+    stages,
     tensor,
+    timeline,
 )
-from course_lib.schedules import make, simulate
+from course_lib.run import Run
+from course_lib.schedules import Costs, make, one_f_one_b, simulate
 from course_lib.schedules.instructions import loop_placement
 from course_lib.simulate.two_hosts import MEASURED
+from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
 POWERS = [[10.0**rank * piece for piece in range(1, 5)] for rank in range(4)]
@@ -50,6 +66,17 @@ TINY = {name: simulate(make(name, 2, 2)) for name in ("naive", "afab")}
 JOB, RUNS = measured_job("8B", 64), measured_runs("8B", 64)
 RANKED = plan(JOB)
 NAMED = {f"{index} {choosing.cut_name(one.layout)}": one for index, one in enumerate(RANKED[:5], 1)}
+LLAMA, HALF = preset("llama-3.1-8b"), Costs(0.5, 0.5, 0.5)
+LAYERS = {label: tensor_parallel_layer_spans(Run(LLAMA, Layout(tp=8), 4096), H100, overlap=overlap)
+          for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
+UNEVEN = [[100 + step * (expert - 3.5) for expert in range(8)] for step in range(24)]
+SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "transfer": 0.08, "data": 0.09}
+SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
+SIXTEEN = Layout.parse("dp=4,tp=2,pp=2,ep=2,micro_batches=2,zero_stage=3")
+PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
+             "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
+MODELS = {"TP, modelled": {2: 14e3, 8: 12e3, 32: 2e3}, "TP + SP, modelled": {2: 14e3, 8: 12e3, 32: 3e3}}
+ROW = SimpleNamespace(kind="peak", predicted_bytes=9, measured_bytes=10, error_percent=-10.0)
 UNITS = ["embed", "block 0", "block 1", "block 2", "norm, head"]
 
 PICTURES = {
@@ -133,6 +160,39 @@ PICTURES = {
     "scaling": lambda: choosing.show_scaling([8, 16, 32], {"fixed": [0.4, 0.3, 0.2], "grows": [0.4, 0.41, 0.4]}),
     "two hosts": lambda: choosing.show_two_hosts(MEASURED),
     "checkpoints": lambda: choosing.show_checkpoint_interval(Failures(10_000.0, 60.0, 300.0), "t"),
+    "timeline": lambda: memory.show_memory_timeline(STEP, "t"),
+    "budget": lambda: memory.show_budgets(budget(LLAMA, 1, 4096), GPUS.values(), title="t"),
+    "budgets": lambda: memory.show_budgets({"a": {"parameters": 5}, "b": {"gathered": 9}}, {"GPU": 7}, title="t"),
+    "no GPU": lambda: memory.show_budgets({"parameters": 5 * 10**9}, title="t", unit="GiB"),
+    "ladder": lambda: ladder.show_ladder({"a": 3.0, "b": 2.0, "c": 2.5}, "t", limits={"GPU": 2.2}),
+    "comparison": lambda: comparison.show_comparison([ROW, ROW], "t"),
+    "overlap": lambda: timeline.show_overlap({"a": dp_spans(1, 2, [0.5] * 3), "b": dp_spans(1, 2, [1.5])}, "t"),
+    "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
+    "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
+    "step times": lambda: timeline.show_step_times({"tp 1": (0.5, 0.0), "tp 32": (0.02, 0.05)}, "t"),
+    "alpha-beta": lambda: curves.show_alpha_beta(8, LINKS["efa"], title="t"),
+    "throughput": lambda: curves.show_curves(MODELS, PUBLISHED, "t", "GPUs", "tokens per second and GPU"),
+    "1F1B": lambda: pipeline.show_schedule(simulate(make("1f1b", 4, 8))),
+    "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
+    "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
+    "stacked": lambda: pipeline.show_schedules([simulate(make(name, 4, 8)) for name in ("naive", "1f1b", "zb_h2")]),
+    "measured": lambda: pipeline_trace.show_measured(
+        simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),
+        simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,
+    ),
+    "alive": lambda: stages.show_live(simulate(make("zbv", 4, 8))),
+    "load": lambda: experts.show_load([100, 64, 30, 12, 9, 80, 70, 60]),
+    "load, capacity at the mean": lambda: experts.show_load([100, 64, 30, 12, 9, 80, 70, 60], 54),
+    "balance": lambda: experts.show_balance({"no balancing": UNEVEN, "aux": [[1] * 8] * 9, "bias": UNEVEN}),
+    "parameters": lambda: experts.show_parameters({"dense": (8e9, 8e9), "DeepSeek-V3": (671e9, 37.6e9)}),
+    "traffic": lambda: experts.show_traffic([[5, 3, 2, 1], [1, 7, 2, 2], [3, 3, 1, 0], [4, 1, 1, 9]], 8192, "t"),
+    "routes": lambda: experts.show_routes([[[0, 1], [1, 3]]], ExpertLayout(4), [[[0.6, 0.4], [0.9, 0.1]]], "t"),
+    "holdings": lambda: holdings.show_holdings(preset("toy-moe"), SIXTEEN),
+    "memory of 2": lambda: five_d_costs.show_pipeline_memory(
+        budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")], "t"
+    ),
+    "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10}] * 16, [], "t"),
+    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS),
 }
 NO_ROOM = {
     "choose at most all": lambda: expert_concepts.show_dense_and_experts(8, 9),
@@ -146,6 +206,7 @@ NO_ROOM = {
     "at least one simulate": lambda: pipeline_concepts.show_tradeoff([]),
     "num_stages is 5; give 2 to 4": lambda: pipeline_concepts.show_cut(4, 5),
     "room for 16, the pattern": lambda: five_d.show_ranks(Layout(dp=128)),
+    "no simulation to draw": lambda: pipeline.show_schedules([]),
     "at least 2": lambda: choosing.show_steps({"one": "step"}),
     "1 to 256": lambda: choosing.show_cuts([]),
     "1 to 12": lambda: choosing.show_options([]),
@@ -167,4 +228,4 @@ def test_what_cannot_be_drawn_is_told_in_a_sentence(said):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled([*PICTURES], 12))
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
-    look(PICTURES[name], monkeypatch, 100_000)
+    look(PICTURES[name], monkeypatch, 160_000, dpi="figure")

@@ -10,7 +10,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from course_lib.plots.style import describe
 
 DRAW = """import matplotlib.pyplot as plt
-from course_lib.plots.style import finish
+from course_lib.plots.style import (finish)
 figure, axes = plt.subplots(figsize=(4, 2), dpi=80)
 axes.plot([1, 2], label="ring")
 axes.set(title="Time falls", xlabel="ranks", ylabel="ms")

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.core import fresh_generator, fresh_seed
-from course_lib.checks.observe import _MessageLog, broadcast_rounds
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost, Each, agree, collective
+from course_lib.checks.watch import Cost, Each, MessageLog, agree, collective
 from course_lib.comm import all_gather, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter
@@ -290,7 +289,7 @@ def _roots(rng: random.Random) -> list[tuple]:
 
 def _watch_tree(answer, inputs, src):
     x, size = inputs[dist.get_rank()].clone(), dist.get_world_size()
-    with _MessageLog() as log, ByteMeter() as meter:
+    with MessageLog() as log, ByteMeter() as meter:
         result = answer(x, src, dist.group.WORLD)
     of_ranks = [None] * size
     dist.all_gather_object(of_ranks, log.messages)
@@ -550,3 +549,19 @@ check_all_reduce_in_two_levels = Exercise(
     True,
     SAME_CALLS,
 )
+
+
+def broadcast_rounds(messages: list[list[tuple[str, int]]], src: int) -> int:
+    """Rounds that a broadcast took, if in one round a rank can send to one other. messages[rank] of a `MessageLog`.
+
+    Each rank but src must have received once.
+    """
+    arrived_in_round = {src: 0}
+    waiting = [src]
+    while waiting:
+        rank = waiting.pop()
+        receivers = [peer for kind, peer in messages[rank] if kind == "send"]
+        for number, peer in enumerate(receivers, start=1):
+            arrived_in_round[peer] = arrived_in_round[rank] + number
+            waiting.append(peer)
+    return max(arrived_in_round.values())

@@ -49,9 +49,9 @@ def _watch_accumulation(answer, *case):
     try:
         number = answer(*case)
     except ValueError as refusal:
-        return {"refused": True, "the ValueError has a text": bool(str(refusal).strip()), "the number": None}
-    kind = type(number).__name__
-    return {"refused": False, "the ValueError has a text": True, "the number": number, "kind of number": kind}
+        return {"refused": True, "the ValueError has a text": bool(str(refusal).strip())}
+    is_whole = isinstance(number, int)
+    return {"refused": False, "the ValueError has a text": True, "the number": number, "it is an int": is_whole}
 
 
 check_accumulation = Exercise(
@@ -80,7 +80,7 @@ check_accumulation = Exercise(
     _watch_accumulation,
     {
         "refused": "raise ValueError where it does not come out whole, and only there",
-        "kind of number": "return a whole number (int), as `//` gives",
+        "it is an int": "return a whole number (int), as `//` gives",
     },
 )
 

@@ -152,7 +152,7 @@ check_sequence_parallel = Exercise(
         "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
         SUM: WithoutTheSum,
         "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
-        "on N ranks the gradients of norms are N times too small: averaged; add the ranks' parts": AveragesNorms,
+        "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
         "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
         "sum once per step, after the last micro-batch: a second sum counts the first micro-batches "
         "again": SumsAfterEachMicroBatch,

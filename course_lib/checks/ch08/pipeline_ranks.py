@@ -10,7 +10,6 @@ from torch import Tensor
 from course_lib.checks.ch08.nccl_order import expect_order_of_nccl, recorded_calls
 from course_lib.checks.core import (
     CheckFailed,
-    expect_close,
     fail,
     fresh_generator,
     fresh_seed,
@@ -19,6 +18,7 @@ from course_lib.checks.core import (
     run_ranks,
 )
 from course_lib.checks.table import Exercise
+from course_lib.checks.watch import agree, difference
 
 DEADLOCK_S = 6.0  # a launch takes under a second
 
@@ -284,7 +284,8 @@ def _expect_message(got, other: int, way: int, seed: int, world_size: int, where
         f"these are the zeros {not_waited}": torch.zeros(_shape(way)),
         "this is what that rank sends the other way": _message(other, 1 - way, seed),
     }
-    expect_close(got, right, where, wrong)
+    if not agree(got, right):
+        fail(f"{where}: {next((said for said, other in wrong.items() if agree(got, other)), difference(got, right))}")
 
 
 def _exchange(answer: Callable, seed: int):

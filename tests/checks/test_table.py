@@ -1,0 +1,165 @@
+"""A table grades: what the learner reads, that every run is a new one, and what of two observations agrees."""
+
+import math
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.core import CheckFailed, NotWritten, numbers
+from course_lib.checks.kept import Kept
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost, agree, collective, difference
+from course_lib.comm import all_reduce, recv
+
+pytestmark = pytest.mark.launches
+cloudpickle.register_pickle_by_value(__import__(__name__))  # ranks do not have tests/ on their path
+
+
+def doubled() -> Exercise:
+    """A table of its own for each test: it remembers the failed try."""
+    return Exercise(
+        "check_double",
+        lambda x: 2 * x,
+        lambda x: x + x,
+        lambda rng: [(numbers(rng, length),) for length in (3, rng.randrange(5, 9))],
+        {"squared, not doubled": lambda x: x * x, "all of it summed": lambda x: 2 * x.sum()},
+        says={"arguments changed": "work on a copy"},
+    )
+
+
+def summed() -> Exercise:
+    return Exercise(
+        "check_sum",
+        all_reduce,
+        lambda x, group: all_reduce(x.clone(), group),
+        lambda rng: [(2, numbers(rng, length)) for length in (3, 4)],
+        {"averaged, not summed": lambda x, group: all_reduce(x, group, op="mean")},
+        collective,
+        ranks=True,
+        hang="Nobody sends.",
+        seconds=2.0,
+    )
+
+
+def told(check, answer, seed=None) -> str:
+    with pytest.raises(CheckFailed) as failure:
+        check(answer, seed)
+    assert failure.value._render_traceback_()[0].startswith(f"{check.name}: ") and "seed=" in str(failure.value)
+    return str(failure.value)
+
+
+def test_a_right_answer_prints_one_line(capsys):
+    doubled()(lambda x: x + x)
+    assert capsys.readouterr().out == "check_double: passed\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda x: x * x, "check_double: squared, not doubled\n(x="),
+        (lambda x: 2 * x.sum(), "check_double: all of it summed\n"),
+        (lambda x: 3 * x, "the result: "),
+        (lambda x: x * math.nan, "the result: "),
+        (lambda x: None, "the result: it is None; does your function return it?"),
+        (lambda x: (2 * x).float(), "float32), and"),
+        (lambda x: (2 * x)[:-1], "((2,), float64), and"),
+        (lambda x: 2.0, "the result: 2, and"),
+        (lambda x: x / {}["y"], "your code raised KeyError: 'y' in <lambda>, line"),
+        (lambda x: x.mul_(2), "arguments changed: True, and False is right: work on a copy"),
+        (lambda: 3, "your code raised TypeError"),
+    ],
+)
+def test_a_wrong_answer_is_told_what_is_wrong_with_it(answer, message):
+    assert message in told(doubled(), answer)
+
+
+@pytest.mark.parametrize(("off_by", "is_right"), [(1e-12, True), (9e-7, True), (1.1e-6, False), (1e-4, False)])
+def test_an_answer_may_be_off_by_a_millionth_and_no_more(off_by, is_right):
+    x = torch.tensor([3.0, -4.0, 5.0], dtype=torch.float64)
+    assert agree(x * (1 + off_by), x) == agree(3.0 * (1 + off_by), 3.0) == is_right
+    assert agree(torch.full_like(x, off_by * 1e-3), torch.zeros_like(x)) == is_right
+
+
+def test_a_cost_may_be_smaller_and_larger_by_its_slack_and_counts_are_exact():
+    for got, is_right in ((90, True), (100, True), (104, True), (105, False)):
+        assert agree(Cost(got), Cost(100, slack=4), within=True) == is_right
+    assert not agree(Cost(90), Cost(100))  # two that do the same cost the same
+    assert difference(Cost(5000), Cost(100)) == "5,000, and 100 are enough"
+    assert agree([8, (1,)], (8, [1])) and agree(8.0, 8) and not agree(True, 1) and not agree(8, 7)
+    assert agree(torch.ones(1), torch.tensor(1.0)) and not agree({"a": 1}, {"b": 1})
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_an_exercise_that_is_not_done_says_so_with_or_without_a_word(ranks):
+    def undone(*args):
+        raise NotImplementedError("my_sum: your code goes here")
+
+    def without_a_word(*args):
+        raise NotImplementedError
+
+    check = summed() if ranks else doubled()
+    for answer in (undone, without_a_word, None, ...):
+        with pytest.raises(NotWritten, match=f"{check.name}: .*your code goes here"):
+            check(answer)
+
+
+def test_each_run_draws_anew_and_a_failed_one_comes_again_before_a_fresh_one():
+    seen, check = [], doubled()
+
+    def answer(x):
+        seen.append(x.clone())
+        return times * x
+
+    times = 3
+    told(check, answer)
+    failed = seen[0]
+    seen.clear()
+    times = 2
+    check(answer)
+    assert [torch.equal(x[:3], failed) for x in seen if len(x) == 3] == [True, False]
+    seen.clear()
+    check(answer, seed=7)
+    check(answer, seed=7)
+    assert [torch.equal(*pair) for pair in zip(seen[:2], seen[2:], strict=True)] == [True, True]
+
+
+def test_a_fault_of_the_table_itself_is_not_blamed_on_the_answer():
+    broken = Exercise("check_broken", len, len, lambda rng: [([1],)], {}, lambda answer, case: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken(lambda x: 1)
+
+
+def test_the_failure_of_a_rank_is_told_with_its_rank_and_without_the_graders_own_lines():
+    def fails_on_one(x, group):
+        return all_reduce(x, group) if dist.get_rank() == 0 else {}["my key"]
+
+    said = told(summed(), fails_on_one)
+    assert "your code failed on 2 ranks:\nrank 1 of 2" in said and "in fails_on_one" in said and "'my key'" in said
+    assert "course_lib/checks/" not in said
+
+
+def test_an_answer_that_fails_in_one_case_is_told_what_is_wrong_in_a_smaller_one():
+    def averages_three(x, group):
+        return all_reduce(x, group, op="mean") if len(x) == 3 else {}["my key"]
+
+    assert "averaged, not summed" in told(summed(), averages_three)
+
+
+def test_ranks_that_wait_for_ever_are_told_the_likely_reason():
+    said = told(summed(), lambda x, group: recv(x, 1 - dist.get_rank(), group))
+    assert "your ranks wait for each other for ever" in said and "Nobody sends.\nrank 0 stood" in said
+
+
+def test_forward_passes_that_wait_for_their_backward_are_counted():
+    def most(together: bool) -> float:
+        kept, w, losses = Kept(), torch.ones(3, requires_grad=True), []
+        for _ in range(3):
+            with kept.by_a_forward():
+                losses.append((w * w).sum())
+            if not together:
+                losses.pop().backward()
+        return kept.most(slack=0).value
+
+    assert [most(False), most(True)] == [0, 2]

@@ -1,0 +1,266 @@
+"""Numbers in pictures of bars and areas: memory, ladders, costs, experts' load, what ranks hold, a run's logs."""
+
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import run_logs
+
+from course_lib.config import preset
+from course_lib.hardware import GPUS
+from course_lib.layout import Layout
+from course_lib.layout.experts import ExpertLayout
+from course_lib.measure.tracker import KINDS, Timeline
+from course_lib.memory.budget import budget, budgets
+from course_lib.memory.states import count_parameters, parameter_shapes
+from course_lib.memory.zero import five_d_states
+from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.plots import comparison, experts, five_d_costs, holdings, ladder, memory
+from course_lib.plots.run_log import run_rows, show_run
+from course_lib.run import Run
+from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
+from course_lib.train.watch import read_run
+
+TOY, MOE = preset("toy"), preset("toy-moe")
+
+# ---------------------------------------------------------------- memory
+
+
+def made_up_timeline(steps: int = 3) -> Timeline:
+    """Activations rise to 30 and fall, gradients grow to 10; the optimizer's 20 come with the first step's end."""
+    times, columns, marks = [], {kind: [] for kind in KINDS}, []
+    for step in range(steps):
+        for phase, rows in (("forward", [10, 20, 30]), ("backward", [20, 10, 0]), ("optimizer", [0, 0])):
+            marks.append((float(len(times)), phase))
+            for i, activations in enumerate(rows):
+                now = {
+                    "parameters": 10,
+                    "activations": activations,
+                    "optimizer": 20 if step or phase == "optimizer" else 0,
+                }
+                now["gradients"] = {"forward": 0, "backward": 3 * (i + 1), "optimizer": 10}[phase]
+                times.append(float(len(times)))
+                for kind in columns:
+                    columns[kind].append(now.get(kind, 0))
+    return Timeline(times, columns, marks)
+
+
+def test_a_timeline_keeps_its_peak_and_its_phases():
+    picture = memory.timeline_picture(made_up_timeline())
+    assert picture.peak_bytes == 60 and picture.xs[10] == 10  # second step, end of forward
+    at_peak = {kind: values[10] for kind, values in picture.bytes_by_kind.items()}
+    assert at_peak == {"parameters": 10, "gradients": 0, "optimizer": 20, "activations": 30}
+    assert list(picture.bytes_by_kind) == ["parameters", "gradients", "optimizer", "activations"]  # no empty kinds
+    assert [name for name, _, _ in picture.phases] == ["forward", "backward", "optimizer"] * 3
+    assert picture.phases[1] == ("backward", 3, 6)
+    with pytest.raises(ValueError, match="at least one training step"):
+        memory.timeline_picture(Timeline([], {"activations": []}, []))
+
+
+def test_a_long_timeline_is_thinned_without_losing_its_peak():
+    values = [1] * 50_000
+    values[31_415] = 99
+    picture = memory.timeline_picture(Timeline([i / 1e3 for i in range(50_000)], {"activations": values}, []))
+    assert len(picture.xs) <= 1502 and picture.peak_bytes == 99
+    assert picture.bytes_by_kind["activations"][picture.xs.index(31_415)] == 99
+
+
+def test_a_budget_bar_adds_up_to_the_budget():
+    needed = budget(preset("llama-3.2-1b"), 1, 2048)
+    kinds = memory.kinds_of(needed)
+    assert sum(kinds.values()) == needed.total_bytes and kinds["overhead"] == sum(needed.overheads.values())
+    with pytest.raises(ValueError, match="have no colour"):
+        memory.kinds_of({"weights": 3})
+
+
+def test_a_budget_equal_to_the_limit_fits_and_one_byte_more_does_not():
+    assert [memory.verdict(total, [100]) for total in (100, 101)] == ["\nfits", "\nout of memory"]
+    assert memory.verdict(101, [100, 101, 200]) == "\nfits 2 of 3" and memory.verdict(5, []) == ""
+    assert memory.verdict(9, [1, 2]) == "\nout of memory on all"
+
+
+def test_limits_that_coincide_become_one_line_and_labels_that_would_touch_go_up():
+    assert memory.merge_limits({"A": 100, "B": 101, "C": 150}) == [("A, B", 100), ("C", 150)]
+    assert memory.label_levels([(10, "x" * 10), (11, "x" * 10), (90, "x" * 10)], 100) == [0, 1, 0]
+
+
+def test_a_step_gains_against_the_one_above():
+    said = [ladder.gain_text(*step) for step in ((100.0, 100.0), (100.0, 50.0), (50.0, 60.0), (100.0, 98.75))]
+    assert said == ["", "  (−50 %)", "  (+20 %)", "  (−1.2 %)"]
+
+
+def test_a_comparison_leaves_out_what_is_empty_and_words_its_error(shown):
+    row = SimpleNamespace
+    rows = [row(kind="gathered", predicted_bytes=0, measured_bytes=0, error_percent=0.0),
+            row(kind="peak", predicted_bytes=99, measured_bytes=100, error_percent=-1.0)]  # fmt: skip
+    comparison.show_comparison(rows, "t")
+    assert [text.get_text() for text in shown[0].axes[0].texts] == [" 99.0 / 100 B: −1.00 %"]
+    assert [comparison.error_text(e) for e in (0.0, 0.001, 2.5)] == ["exact", "under 0.005 % off", "+2.50 %"]
+
+
+# ---------------------------------------------------------------- costs of a layout
+
+
+def test_a_column_is_a_ranks_budget_or_what_was_simulated():
+    of_ranks = budgets(Run(preset("llama-3.1-8b"), Layout(pp=4, micro_batches=8), 4096))
+    assert five_d_costs.kinds_of_ranks(of_ranks) == [memory.kinds_of(rank) for rank in of_ranks]
+    ranks = [SimpleNamespace(peak_by_kind={"parameters": 5, "free": 7})] * 2
+    assert five_d_costs.kinds_of_ranks(SimpleNamespace(ranks=ranks)) == [{"parameters": 5}] * 2
+    bars = [{"parameters": 900, "logits": 9}, {"parameters": 500, "optimizer": 10}]
+    assert five_d_costs.visible_kinds(bars) == ["parameters", "optimizer"]  # 1 % of 909 are 9.09
+
+
+def test_bytes_and_seconds_are_drawn_in_order_and_nothing_that_is_zero(shown):
+    sent = {"world": 4, "data": 6_000, "tp": 2_000, "pp": 0}
+    assert list(five_d_costs.sent_rows(sent).items()) == [("tp", 2_000), ("data", 6_000), ("world", 4)]
+    five_d_costs.show_costs(sent, {"compute": 3.0, "tp": 0.0, "bubble": 1.0})
+    titles = [panel.get_title("left") for panel in shown[0].axes]
+    assert titles == ["8.00 KB sent in a step, 75 % over data", "4.00 s modelled, 75 % computing"]
+    assert [bar.get_width() for bar in shown[0].axes[1].patches] == [3.0, 1.0]
+    with pytest.raises(ValueError, match=r"axes \['dp'\] are unknown"):
+        five_d_costs.sent_rows({"dp": 3})
+
+
+# ---------------------------------------------------------------- experts
+
+
+def test_a_load_is_what_is_computed_and_what_is_dropped(shown):
+    experts.show_load([10, 30, 20, 0], 20)
+    heights = [bar.get_height() for bar in shown[0].axes[0].patches]
+    assert heights == [10, 20, 20, 0, 10]
+    assert shown[0].axes[0].get_title("left") == "The most loaded of 4 experts computes 1.33 times the mean load"
+    with pytest.raises(ValueError, match="is empty"):
+        experts.show_load([0, 0])
+
+
+def test_balance_is_load_over_mean_and_judged_at_the_end():
+    picture = experts.balance_picture([[3, 1], [2, 2], [1, 3], [4, 0]])
+    assert picture.relative == [[1.5, 1.0, 0.5, 2.0], [0.5, 1.0, 1.5, 0.0]]
+    assert (picture.largest_at_end, picture.last_steps) == (2.0, 1)  # the last quarter
+    with pytest.raises(ValueError, match="some load in each"):
+        experts.balance_picture([[1, 2], [0, 0]])
+
+
+def test_the_share_of_active_parameters_is_the_title():
+    said = experts.parameters_title({"dense": (8e9, 8e9), "Mixtral 8x7B": (46.7e9, 12.9e9), "V3": (671e9, 37.6e9)})
+    assert said == "A token passes through 27.6 % of Mixtral 8x7B and 5.6 % of V3"
+    assert experts.parameters_title({"dense": (8e9, 8e9)}).endswith("every parameter")
+
+
+def test_the_matrix_has_the_bytes_that_the_traffic_counts():
+    layout = ExpertLayout(8, 4, 2)
+    routing = synthetic_routing(layout, 64, 2, skew=0.5)
+    sent = experts.bytes_sent(plain_rows(counts_of(routing, 8), layout), 2 * 256)
+    dispatch = moe_traffic(routing, layout, 256).dispatch
+    assert [sum(row) for row in sent] == [one.within_bytes + one.between_bytes for one in dispatch]
+    assert all(sent[rank][rank] == 0 for rank in range(4))
+    with pytest.raises(ValueError, match="square table"):
+        experts.bytes_sent([[1, 2]], 2)
+    with pytest.raises(ValueError, match="give one rank"):
+        experts.show_routes([[[0]]] * 2, ExpertLayout(2, 2), [[[1.0]]] * 2, "t")
+
+
+# ---------------------------------------------------------------- who holds what
+
+LAYOUTS = [
+    (TOY, "dp=2,tp=2,pp=2,micro_batches=2,zero_stage=1"),
+    (TOY, "dp=2,cp=2,tp=4,zero_stage=3"),
+    (TOY, "pp=2,tp=2,schedule=interleaved,v=2,micro_batches=2"),
+    (MOE, "dp=4,tp=2,pp=2,ep=2,micro_batches=2,zero_stage=3"),
+    (MOE, "dp=4,ep=4,zero_stage=2"),
+]
+
+
+def held(config, layout):
+    parts = holdings.parts_of(config, layout)
+    return parts, [share for rank in range(layout.world_size) for share in holdings.shares_of(layout, parts, rank)]
+
+
+def numel_of(part, config):
+    """Of a part of a toy its matrices, and of an MLP with experts the router."""
+    whole = {name: copies * shape[0] * shape[-1] for name, (shape, copies) in parameter_shapes(config).items()}
+    names = {"embed": "embed", "head": "head", "attn": "attention.", "MLP": "mlp.", "MoE": "moe."}
+    total = sum(size for name, size in whole.items() if name.startswith(names[part.name]) and "norm" not in name)
+    return total if part.name in ("embed", "head") else total // config.num_layers
+
+
+@pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
+def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
+    layout = Layout.parse(text)
+    parts, shares = held(config, layout)
+    for part in parts:
+        mine = [share for share in shares if share.part == part]
+        copies = layout.expert_dp if part.name == "MoE" else layout.data_size
+        assert sum(share.of_parameters for share in mine) == (1 if layout.zero_stage == 3 else copies)
+        assert sum(share.of_states for share in mine) == (1 if layout.zero_stage else copies)
+        if layout.zero_stage:  # no two boxes lie on each other
+            assert len({(share.left, share.states[0]) for share in mine}) == len(mine)
+            assert len({share.of_states for share in mine}) == 1
+        assert len({layout.mesh.coordinates(share.rank)["pp"] for share in mine}) == 1
+
+
+@pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
+def test_what_is_drawn_is_what_a_rank_has(config, text):
+    """Boxes, weighted with the parts' parameters, beside the formula to the byte: norms and key/value copies differ."""
+    layout, total = Layout.parse(text), count_parameters(config)
+    for rank in range(layout.world_size):
+        parameters, states = holdings.of_model(config, layout, rank)
+        mine = [share for share in held(config, layout)[1] if share.rank == rank]
+        drawn = [
+            sum(share * numel_of(part, config) for part, share in of) / total
+            for of in ([(s.part, s.of_parameters) for s in mine], [(s.part, s.of_states) for s in mine])
+        ]
+        assert [float(share) for share in drawn] == pytest.approx([parameters, states], rel=0.02)
+        here = layout.mesh.coordinates(rank)
+        exact = five_d_states(config, layout, here["pp"], here["tp"], "bf16-master")
+        assert (exact.parameters / 2, exact.optimizer / 12) == pytest.approx((parameters * total, states * total))
+
+
+def test_the_legend_says_which_share_of_the_pale_is_strong():
+    said = [holdings.strong_in_pale(held(config, Layout.parse(text))[1]) for config, text in LAYOUTS]
+    assert said == ["1/2", "1", "1", "1", "1 of experts, 1/4 of the rest"]
+    assert (Fraction(0), Fraction(1)) == holdings.WHOLE
+    with pytest.raises(ValueError, match="room for 16"):
+        holdings.show_holdings(TOY, Layout(dp=32))
+    with pytest.raises(ValueError, match="nearest: tp="):
+        holdings.show_holdings(TOY, Layout(tp=3))
+
+
+# ---------------------------------------------------------------- a run's logs
+
+
+def test_the_parts_of_a_step_add_up_and_what_is_not_split_is_the_rest(tmp_path):
+    for rank in range(2):
+        run_logs.write(tmp_path, rank, run_logs.steps(rank, 5 - rank, own_s=0.3 if rank else 0.1))
+    rows = run_rows(read_run(tmp_path))
+    assert list(rows.steps) == [0, 1] and [len(lines) for lines in rows.steps.values()] == [5, 4]
+    assert rows.seconds["forward"] == pytest.approx([0.025, 0.075])
+    assert rows.seconds["waits for others"] == pytest.approx([0.3, 0.1])
+    assert [sum(column) for column in zip(*rows.seconds.values(), strict=True)] == pytest.approx([0.5, 0.5])
+    parts = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "data_s", "communication_s"))
+    run_logs.write(tmp_path / "gpu", 0, [run_logs.line(0, 0, **parts)])
+    rows = run_rows(read_run(tmp_path / "gpu"))
+    assert rows.seconds["rest"] == [0.5] and sum(map(sum, rows.seconds.values())) == 0.5
+
+
+def test_the_picture_has_four_panels_with_these_numbers(tmp_path, shown):
+    for rank in range(4):
+        run_logs.write(tmp_path, rank, run_logs.steps(rank, 5, own_s=0.3 if rank == 2 else 0.1))
+    run = show_run(tmp_path)
+    loss, speed, panel, seconds = shown[0].axes
+    assert shown[0].get_suptitle() == run.verdict and "rank 2 is slow" in run.verdict
+    assert list(loss.lines[0].get_ydata()) == [5.0, 4.9, 4.8, 4.7, 4.6]
+    assert [line.get_label() for line in speed.lines] == [f"rank {rank}" for rank in range(4)]
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([200] * 4, rel=1e-6)
+    widths = [bar.get_width() for bar in seconds.patches]
+    assert widths[:4] == pytest.approx([0.025, 0.025, 0.075, 0.025]) and sum(widths) == pytest.approx(4 * 0.5)
+
+
+def test_a_run_without_a_step_has_no_picture_yet(tmp_path):
+    run_logs.write(tmp_path, 0, [{"event": "start"}])
+    with pytest.raises(ValueError, match="no step yet; look again"):
+        show_run(tmp_path)
+
+
+def test_every_gpu_has_a_limit():
+    assert memory.gpu_limits(GPUS.values()) == {gpu.name: gpu.usable_bytes for gpu in GPUS.values()}
