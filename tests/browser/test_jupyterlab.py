@@ -227,13 +227,17 @@ def test_the_panel_of_layouts_follows_each_kind_of_control_and_measures(lab, pag
     screenshot(page, "layouts")
     choose(page, "inputs kept", "own tokens (SP), gathered again")
     page.wait_for_selector("text=/^dp=2.*regather=true/")
-    assert len(gathered := wait_for_other_pictures(page, toy)) == 1
+    gathered = wait_for_other_pictures(page, toy)
+    assert len(gathered) == 1
     assert move_slider(page, "dp", "ArrowLeft") == "1"
+    folded = wait_for_other_pictures(page, gathered)
+    assert move_slider(page, "ep") == "4"
     page.wait_for_selector("text=/^Not possible.* ep .* nearest/")
-    assert wait_for_other_pictures(page, gathered) == []  # nothing is shown of what cannot be
-    assert move_slider(page, "ep", "ArrowLeft") == "1"
-    fewer = wait_for_other_pictures(page, [])
-    assert len(fewer) == 1 and fewer not in (toy, gathered)
+    assert wait_for_other_pictures(page, folded) == []  # nothing is shown of what cannot be
+    assert [move_slider(page, "ep", "ArrowLeft") for _ in range(2)] == ["2", "1"]
+    page.wait_for_selector("text=/^tp=2,pp=2,zero/")
+    fewer = pictures(page)
+    assert len(fewer) == 1 and fewer not in (toy, gathered, folded)
     page.locator('button:text-is("Measure")').click()
     page.wait_for_selector("text=/Measured in .* on 4 ranks.*regather=true.* to the byte, on all 4/")
     measured = wait_for_other_pictures(page, fewer)

@@ -58,7 +58,7 @@ def test_a_right_answer_prints_one_line(capsys):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda x: x * x, "check_double: squared, not doubled\n(x="),
+        (lambda x: x * x, "check_double: squared, not doubled\n(the result: "),
         (lambda x: 2 * x.sum(), "check_double: all of it summed\n"),
         (lambda x: 3 * x, "the result: "),
         (lambda x: x * math.nan, "the result: "),
