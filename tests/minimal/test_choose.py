@@ -1,4 +1,4 @@
-"""The flow chart against the search: 92 % of the best speed and more on twenty jobs, on thirty more never above it; wrong rules are slower."""
+"""The flow chart against the search: 92 % of the best speed and more on twenty jobs, never above it on thirty more."""
 
 import random
 from dataclasses import replace
