@@ -13,7 +13,7 @@ from torch import Tensor
 from course_lib.checks.core import fresh_generator, fresh_seed
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import Cost, Each, MessageLog, agree, collective
-from course_lib.comm import all_gather, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
+from course_lib.comm import all_gather, all_gather_json, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter
 from course_lib.minimal.ring import ring_all_reduce
@@ -288,11 +288,10 @@ def _roots(rng: random.Random) -> list[tuple]:
 
 
 def _watch_tree(answer, inputs, src):
-    x, size = inputs[dist.get_rank()].clone(), dist.get_world_size()
+    x = inputs[dist.get_rank()].clone()
     with MessageLog() as log, ByteMeter() as meter:
         result = answer(x, src, dist.group.WORLD)
-    of_ranks = [None] * size
-    dist.all_gather_object(of_ranks, log.messages)
+    of_ranks = all_gather_json(log.messages, dist.group.WORLD)
     times = [sum(kind == "recv" for kind, _ in of_rank) for of_rank in of_ranks]
     is_tree = all(count == (rank != src) for rank, count in enumerate(times))
     return {
