@@ -96,23 +96,29 @@ def engines_from_files(folder):
     """
     group, weights = dist.group.WORLD, Weights(folder)
     x_BS = some_tokens()
-    engines = [
+    both_engines = [
         zero.build(build(weights.config, device="meta"), group, load=partial(read_flat, weights)),
         zero.build(load_whole(folder), group),
     ]
     with torch.no_grad():
-        logits = [engine.eval()(x_BS) for engine in engines]
-    parameters = [engines.full_parameters(engine) for engine in engines]
-    losses = [engines.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
-    gradients = [engines.full_gradients(engine) for engine in engines]
+        logits = [engine.eval()(x_BS) for engine in both_engines]
+    parameters = [engines.full_parameters(engine) for engine in both_engines]
+    losses = [engines.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in both_engines]
+    gradients = [engines.full_gradients(engine) for engine in both_engines]
     same = [
         torch.equal(*pair)
         for both in (parameters, gradients)
         for pair in zip(*(one.values() for one in both), strict=True)
     ]
     same += [torch.equal(*losses), list(parameters[0]) == list(parameters[1])]
-    tied = engines[0].module.head.weight is engines[0].module.embed.weight
-    return logits[0], all(same), tied, weights.files.read_bytes, sum(flat.shard_p.nbytes for flat in engines[0].flats)
+    tied = both_engines[0].module.head.weight is both_engines[0].module.embed.weight
+    return (
+        logits[0],
+        all(same),
+        tied,
+        weights.files.read_bytes,
+        sum(flat.shard_p.nbytes for flat in both_engines[0].flats),
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
