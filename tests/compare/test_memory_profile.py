@@ -1,4 +1,4 @@
-"""Predicted beside measured, as the memory explorer's Measure button shows it."""
+"""Predicted beside measured, as the memory panel's Measure button shows it."""
 
 import pytest
 
