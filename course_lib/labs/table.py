@@ -153,8 +153,9 @@ _LABS = (
     ),
     Lab(
         "12", "Which axis may cross the network", "12_on_a_cluster",
-        ("tp={half},pp=2,micro_batches=8", "tp={half},pp=2,micro_batches=8,order=tp-dp-cp-pp"),
-        "The same two axes twice: first pp joins the nodes, then tp. The bytes are the same, and cross another link.",
+        tuple("tp={half},pp=2,micro_batches=4,micro_batch=8" + order for order in ("", ",order=tp-dp-cp-pp")),
+        "The same two axes twice: first pp joins the nodes, then tp. The bytes are the same, and cross another link. "
+        "Micro-batches of 8 sequences keep a GPU computing; with short ones it waits for launches in both.",
         (
             "Hand in what check.sbatch printed. Which link is slowest?",
             "How much slower is the second layout, and which link does it wait for?",
