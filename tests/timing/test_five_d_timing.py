@@ -282,3 +282,8 @@ def test_a_constant_that_cannot_be_is_refused():
         with pytest.raises(ValueError, match=f"{name} is .*; plausible: {least} to {most}"):
             Rates(**{name: 2 * most})
     assert len(RANGES) == 8
+
+
+def test_an_engine_that_cuts_by_cost_has_layers_for_every_stage_of_an_interleaved_pipeline():
+    layout = Layout.parse("pp=2,dp=2,schedule=interleaved,v=2,micro_batches=4")
+    assert step_time(_run(LLAMA_8B, layout), H100, "nanotron").bubble_s > 0
