@@ -166,7 +166,7 @@ def figures(told: Sequence[Told], found: Sequence[Estimate]) -> dict[str, tuple[
         "first": (float(np.median(first)), min(first)) if first else (float("nan"),) * 2,
         "few": (float(np.mean(few)),),
         "bar": (float(np.mean(inside)), float(np.mean(most)) if most else float("nan")),
-        "fits": (sum(new.fits for new in found), sum(new.verdict == "fits" for new in found)),
+        "fits": (sum(new.may_run for new in found), sum(new.verdict == "fits" for new in found)),
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB
 from course_lib.memory.states import count_parameters, recipe_of
-from course_lib.plan.option import Option
 from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
@@ -45,7 +45,7 @@ def _fit(plan: Plan) -> list[str]:
         lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
     again = RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
-    few, most = (size / GB for size in best.estimate.memory_range)
+    few, most = (size / GB for size in best.memory_range)
     return [
         *lines,
         f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}.",
@@ -81,7 +81,7 @@ def _throughput(plan: Plan) -> list[str]:
     shares = {name: seconds / best.step_s for name, seconds in best.seconds_by_part.items() if seconds > 0}
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
     less = 1 - best.tokens_per_s / fastest.tokens_per_s
-    slow, fast = best.estimate.speed_range
+    slow, fast = best.speed_range
     chosen = (
         f"   The fastest is predicted {less:.1%} faster: less than a model can tell. Chosen among such: not tight, a "
         "large micro-batch, few axes, little ZeRO."
@@ -101,14 +101,14 @@ def _lost(plan: Plan) -> list[str]:
     return lines
 
 
-def changes(best: Option, layout) -> str:
+def changes(best: Estimate, layout) -> str:
     """What differs from the best layout, as name=value."""
     own, other = best.layout.to_dict(), layout.to_dict()
     return ", ".join(f"{name}={value} instead of {own[name]}" for name, value in other.items() if value != own[name])
 
 
 @checked
-def table(options: Sequence[Option], chosen: Option | None = None) -> list[str]:
+def table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
     """A line for each layout: memory, verdict, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
     there in any case."""
     lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]
