@@ -99,6 +99,7 @@ class Engine:
     message_buffers     buffers for the messages of all micro-batches are there from the start of a step
     whole_sequences     tensors of a whole sequence that tp's collectives hold besides
     cut                 "even" layers a stage, or "cost": by parameters, embedding aside
+    empty_stages        a pipeline may have stages without a layer
 
     What its log says
     log_unit            bytes of its GB
@@ -141,6 +142,7 @@ class Engine:
     message_buffers: bool = False
     whole_sequences: int = 0
     cut: Literal["even", "cost"] = "even"
+    empty_stages: bool = False
     log_unit: Bytes = 10**9
     log_reserved: bool = True
     reserved_share: Amount = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from course_lib.engines import Engine, engine_of
+from course_lib.engines import ENGINES, Engine, engine_of
 from course_lib.estimate.memory import NO_TENSORS, held_bytes
 from course_lib.flops import attention_flops_per_token, flops_per_token, layer_matmul_parameters, step_flops
 from course_lib.hardware import GB, MOST_NODES, Cluster, peak_flops
@@ -203,9 +203,16 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for an engine that is not known
+    Raises   ValueError for an engine that is not known, or that needs a layer on every stage where some have none
     """
-    return _estimate(run, cluster, engine_of(engine), rates)
+    engine, layers = engine_of(engine), run.layout.layers_of_stage or ()
+    if 0 in layers and not engine.empty_stages:
+        able = ", ".join(name for name, one in ENGINES.items() if one.empty_stages)
+        raise ValueError(
+            f"layers_of_stage is {list(layers)}, but {engine.name} needs a layer on each stage; choose 1 or more for "
+            f"each, or an engine that does not: {able}"
+        )
+    return _estimate(run, cluster, engine, rates)
 
 
 @lru_cache(maxsize=4096)

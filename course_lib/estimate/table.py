@@ -25,6 +25,7 @@ from course_lib.engines import Engine, engine_of
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GPU, Cluster, gpu_for
 from course_lib.layout import Layout
+from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.states import OPTIMIZERS, LoRA, recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
@@ -66,6 +67,8 @@ def run_of(
     words = {column: row[column] for column in WORDS if row.get(column)}
     if layers := words.get("layers_of_stage"):
         words["layers_of_stage"] = tuple(_whole_text("layers_of_stage", part) for part in layers.split("-"))
+    elif engine_of(engine).empty_stages and axes["pp"] > models[name].num_layers:
+        words["layers_of_stage"] = tuple(layers_by_cost(models[name], axes["pp"]))
     recompute = _word(row, "recompute", RECOMPUTE)
     sharded_sequence = axes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
     layout = Layout(

@@ -70,6 +70,19 @@ def test_files_that_lack_something_are_told_in_one_line(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
+def test_an_engine_that_leaves_stages_empty_has_more_stages_than_layers_and_no_other(tmp_path):
+    """28 layers on pp 32, as nanotron ran them: its last stages have none."""
+    three = ModelConfig("3B", 28, 3072, 32, 32, 8192, 131072, 4096, tied=True)
+    row = {name: str(value) for name, value in a_row(model="3B", gpus=64, nodes=8, dp=2, pp=32, tp=1).items()}
+    run = run_of(row, {"3B": three}, 4096)
+    assert run.layout.layers_of_stage == (*[1] * 28, *[0] * 4)
+    assert estimate(run, CLUSTER, "nanotron").tokens_per_s_per_gpu > 0
+    with pytest.raises(ValueError, match="megatron needs a layer on each stage; .*: nanotron"):
+        estimate(run, CLUSTER, "megatron")
+    with pytest.raises(ValueError, match="32 stages, but 3B has 28 layers, .* nearest: pp=28"):
+        run_of(row, {"3B": three}, 4096, "megatron")
+
+
 # ---- the table
 
 
