@@ -74,8 +74,6 @@ class Engine:
     States
     recipes             names of `memory.states.RECIPES` that it can have
     recipe              that of its usual configuration
-    zero_stages         which it can have without a pipeline
-    pipeline_zero       and in one
     pipeline_grads_whole  in a pipeline gradients stay whole in FP32, and parameters gathered, to the end of a step
     root_gathered       with ZeRO-3 embedding and head, FSDP's root unit, stay gathered from forward to backward
     backward_grad_bytes  bytes a parameter of gradients of one backward, beside those that are kept; 0: none
@@ -124,8 +122,6 @@ class Engine:
     recipes: tuple[str, ...]
     recipe: str
     file: File
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    pipeline_zero: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_grads_whole: bool = False
     root_gathered: bool = False
     backward_grad_bytes: Bytes = 0

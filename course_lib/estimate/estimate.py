@@ -203,16 +203,29 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for an engine that is not known, or that needs a layer on every stage where some have none
+    Raises   ValueError for an engine that is not known, or that has not what the layout asks for
     """
-    engine, layers = engine_of(engine), run.layout.layers_of_stage or ()
+    engine = engine_of(engine)
+    _check_engine(run, engine)
+    return _estimate(run, cluster, engine, rates)
+
+
+def _check_engine(run: Run, engine: Engine) -> None:
+    """Raises ValueError for a ZeRO stage, or stages without a layer, that the engine does not have."""
+    layout, layers, in_pipeline = run.layout, run.layout.layers_of_stage or (), " in a pipeline" * (run.layout.pp > 1)
     if 0 in layers and not engine.empty_stages:
         able = ", ".join(name for name, one in ENGINES.items() if one.empty_stages)
         raise ValueError(
             f"layers_of_stage is {list(layers)}, but {engine.name} needs a layer on each stage; choose 1 or more for "
             f"each, or an engine that does not: {able}"
         )
-    return _estimate(run, cluster, engine, rates)
+    stages = engine.file.pipeline_zero if in_pipeline else engine.file.zero_stages
+    is_less = engine.pipeline_grads_whole and in_pipeline  # it does as much as it has
+    if layout.data_size > 1 and layout.zero_stage > max(stages) and not is_less:
+        able = ", ".join(map(str, stages))
+        raise ValueError(
+            f"{engine.name} has no ZeRO-{layout.zero_stage}{in_pipeline}; choose from {able}, or another engine"
+        )
 
 
 @lru_cache(maxsize=4096)

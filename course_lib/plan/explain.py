@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
-from course_lib.memory.states import count_parameters, recipe_of
+from course_lib.memory.states import count_parameters, recipe_of, state_bytes
 from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
@@ -24,11 +24,13 @@ def explain(plan: Plan) -> list[str]:
 def _fit(plan: Plan) -> list[str]:
     job, best = plan.job, plan.best
     layout, recipe = best.layout, recipe_of(job.recipe)
-    each = recipe.param_bytes + recipe.grad_bytes + recipe.master_bytes + recipe.moment_bytes
     count, name = count_parameters(job.config), job.cluster.gpu.name
+    states = state_bytes(job.config, recipe, job.optimizer, job.lora).total
+    plain = job.lora is None and job.optimizer == "adamw"
+    each = f" of {recipe.bytes_per_param} bytes are" if plain else " need"
     article = "an" if name[0] in "AEFHILMNORSX" else "a"  # names are spelled letter by letter: an H100
     lines = [
-        f"1. Fit. {count / 1e9:.2f} billion parameters of {each} bytes are {count * each / GB:,.0f} GB of states; "
+        f"1. Fit. {count / 1e9:.2f} billion parameters{each} {states / GB:,.0f} GB of states; "
         f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
     if layout.tp > 1:

@@ -83,6 +83,17 @@ def test_an_engine_that_leaves_stages_empty_has_more_stages_than_layers_and_no_o
         run_of(row, {"3B": three}, 4096, "megatron")
 
 
+def test_a_zero_stage_that_an_engine_has_not_is_refused_and_not_counted_as_another(tmp_path):
+    found = {}
+    for name, row in (("nanotron", a_row(zero=3)), ("megatron", a_row(zero=2, tp=2, pp=2))):
+        run = run_of({key: str(value) for key, value in row.items()}, {"8B": EIGHT}, 4096, name)
+        with pytest.raises(ValueError) as error:
+            estimate(run, CLUSTER, name)
+        found[name] = str(error.value)
+    assert found["nanotron"] == "nanotron has no ZeRO-3; choose from 0, 1, or another engine"
+    assert found["megatron"] == "megatron has no ZeRO-2 in a pipeline; choose from 0, 1, or another engine"
+
+
 # ---- the table
 
 
