@@ -85,8 +85,8 @@ def ranked_s(option: Estimate) -> float:
 def advised(ranked: Sequence[Estimate]) -> Estimate:
     """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
 
-    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU, fewer axes, less
-    ZeRO, no interleaving, no recomputation.
+    First those that fit and are not tight, where all are tight the one with the least memory; then the most tokens of a
+    micro-batch for each GPU, fewer axes, less ZeRO, no interleaving, no recomputation.
     """
     near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
     return min(near, key=_complexity)
@@ -97,7 +97,8 @@ def _complexity(option: Estimate) -> tuple:
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
     extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
     rows = layout.micro_batch / (layout.tp * layout.cp)
-    return (option.verdict == "tight", -rows, axes, *extras, option.step_s)
+    tight_bytes = option.memory_bytes if option.verdict == "tight" else 0.0
+    return (tight_bytes, -rows, axes, *extras, option.step_s)
 
 
 def one_of_each_kind(options: Sequence[Estimate]) -> list[Estimate]:
