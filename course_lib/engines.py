@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, Share, check_fields, one_of, read_toml
+from course_lib.validate import Amount, Bytes, Count, Share, check_fields, one_of, read_toml
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Engine:
     message_buffers     buffers for the messages of all micro-batches are there from the start of a step
     whole_sequences     tensors of a whole sequence that tp's collectives hold besides
     cut                 "even" layers a stage, or "cost": by parameters, embedding aside
-    empty_stages        a pipeline may have stages without a layer
+    other_blocks        of a pipeline beside layers, such as norm, head and loss: so many stages may have no layer
 
     What its log says
     log_unit            bytes of its GB
@@ -138,7 +138,7 @@ class Engine:
     message_buffers: bool = False
     whole_sequences: int = 0
     cut: Literal["even", "cost"] = "even"
-    empty_stages: bool = False
+    other_blocks: Count = 0
     log_unit: Bytes = 10**9
     log_reserved: bool = True
     reserved_share: Amount = 1.0

@@ -211,13 +211,13 @@ def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates:
 
 
 def _check_engine(run: Run, engine: Engine) -> None:
-    """Raises ValueError for a ZeRO stage, or stages without a layer, that the engine does not have."""
+    """Raises ValueError for more ZeRO, or for more stages without a layer, than the engine has."""
     layout, layers, in_pipeline = run.layout, run.layout.layers_of_stage or (), " in a pipeline" * (run.layout.pp > 1)
-    if 0 in layers and not engine.empty_stages:
-        able = ", ".join(name for name, one in ENGINES.items() if one.empty_stages)
+    if (empty := layers.count(0)) > engine.other_blocks:
+        able = ", ".join(f"{one.other_blocks} in {name}" for name, one in ENGINES.items() if one.other_blocks)
         raise ValueError(
-            f"layers_of_stage is {list(layers)}, but {engine.name} needs a layer on each stage; choose 1 or more for "
-            f"each, or an engine that does not: {able}"
+            f"layers_of_stage has {empty} stages without a layer, of which {engine.name} can have "
+            f"{engine.other_blocks}; choose 1 or more for each, or another engine ({able})"
         )
     stages = engine.file.pipeline_zero if in_pipeline else engine.file.zero_stages
     is_less = engine.pipeline_grads_whole and in_pipeline  # it does as much as it has

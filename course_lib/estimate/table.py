@@ -67,7 +67,7 @@ def run_of(
     words = {column: row[column] for column in WORDS if row.get(column)}
     if layers := words.get("layers_of_stage"):
         words["layers_of_stage"] = tuple(_whole_text("layers_of_stage", part) for part in layers.split("-"))
-    elif engine_of(engine).empty_stages and axes["pp"] > models[name].num_layers:
+    elif models[name].num_layers < axes["pp"] <= models[name].num_layers + engine_of(engine).other_blocks:
         words["layers_of_stage"] = tuple(layers_by_cost(models[name], axes["pp"]))
     recompute = _word(row, "recompute", RECOMPUTE)
     sharded_sequence = axes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
