@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from course_lib.validate import checked
-
 PROJECT = "course"
 Sink = Callable[[int, Mapping[str, float]], None]  # (step, its numbers by their names)
 
 
-@checked
 def check(names: Sequence[str]) -> None:
     """Raise ValueError if one of these clients is not installed: which extra brings it."""
     for name in names:

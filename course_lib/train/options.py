@@ -90,7 +90,6 @@ def _parse(argv: Sequence[str] | None, aloud: bool) -> Options:
         return tyro.cli(Options, args=argv, prog="train")
 
 
-@checked
 def check_folders(options: Options) -> None:
     """Raises ValueError if checkpoints or logs cannot be written or sent; called before any rank waits for another."""
     if options.checkpoint:
@@ -103,7 +102,6 @@ def check_folders(options: Options) -> None:
 # --- texts that stand for records
 
 
-@checked
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -205,7 +203,6 @@ STARTS = {  # how each engine starts that many ranks
 }
 
 
-@checked
 def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> None:
     """Raises ValueError unless there are as many ranks as the layout has, with commands that start as many."""
     ranks = layout.world_size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields, checked, one_of
+from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields, one_of
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -111,7 +111,6 @@ class Logs:
             one_of("client", client, CLIENTS)
 
 
-@checked
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     """The learning rate of that step, counted from 0: up in a straight line, then constant or half a cosine."""
     if step < plan.warmup:
@@ -122,7 +121,6 @@ def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     return plan.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-@checked
 def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> None:
     """Seeds this rank's random numbers, dropout's, for one step: another seed for each step and each place but tp.
 
@@ -139,7 +137,6 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
 # --- what a checkpoint must agree with
 
 
-@checked
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
     """All that decides a run's numbers, as JSON can hold it: the text that this machine has, and versions, too.
 
@@ -158,7 +155,6 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
     return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan), **identity}
 
 
-@checked
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
@@ -175,7 +171,6 @@ def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where
         )
 
 
-@checked
 def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
     """Raises ValueError if spikes are to be rolled back and there would be nothing to go back to."""
     if plan.spike_factor and checkpoints is None and not plan.spike_copy_every:
@@ -185,7 +180,6 @@ def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
         )
 
 
-@checked
 def check_ranks(of_ranks: Sequence[Mapping[str, object]]) -> None:
     """Raises ValueError unless all ranks are about to run the same: which rank differs from rank 0, and in what."""
     for rank, settings in enumerate(of_ranks):

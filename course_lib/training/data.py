@@ -33,7 +33,6 @@ LEFT_OUT = {
 }
 
 
-@checked
 @lru_cache(maxsize=4)
 def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     """The first `max_bytes` of the standard library's Python files, sorted by path. Shorter if there is no more.

@@ -54,7 +54,6 @@ class TrainConfig(TrainSettings):
             )
 
 
-@checked
 def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
@@ -131,14 +130,12 @@ def train_step(
     return loss
 
 
-@checked
 def wait_for(device: str | torch.device) -> None:
     """Returns when the device has done its work, so that a clock read next tells the truth."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-@checked
 def peak_memory_bytes(device: str | torch.device = "cpu") -> int:
     """On a GPU the allocator's peak since its last reset; on a CPU the most memory that this process ever held."""
     if torch.device(device).type == "cuda":
