@@ -271,7 +271,6 @@ def open_checkpoint(
     """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
     manifest = files.read_manifest(path)
     files.verify(path, manifest, group.rank(), group.size())
-    layout_of(path, manifest)
     check_model(engine, path, manifest)
     if not convert:
         check_precision(engine, optimizer, path, manifest)
@@ -312,16 +311,9 @@ def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, mani
         )
 
 
-def layout_of(path: Path, manifest: dict) -> Layout:
-    try:
-        return Layout.from_dict(manifest["layout"])
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} says a layout that cannot be ({error}). {files.advice(path)}") from None
-
-
 def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
     """This rank's own: generators and extras."""
-    now, before = engine.layout.to_dict(), layout_of(path, manifest).to_dict()
+    now, before = engine.layout.to_dict(), Layout.from_dict(manifest["layout"]).to_dict()
     same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
     begins = f"rank.{rank if same_mesh else 0}."
     found = {
@@ -332,8 +324,6 @@ def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restor
     stored_pieces.read(
         path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
     )
-    if "rng.cpu" not in found:
-        raise ValueError(f"{path} holds no {begins}rng.cpu. {files.advice(path)}")
     if same_mesh:
         torch.set_rng_state(found["rng.cpu"])
         if "rng.cuda" in found and torch.cuda.is_initialized():

@@ -640,63 +640,13 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
     forge(copy, lambda manifest: manifest.pop("format"))
     with pytest.raises(ValueError, match="has format None"):
         read_alone(copy)
-    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}, "step": 1, "tensors": []}
-    manifest |= {name: {} for name in ("layout", "model", "optimizer", "about")}
+    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}, "step": 1, "tensors": {}}
     (copy / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint_files.digest(manifest)}))
-    with pytest.raises(ValueError, match="does not say what it should of tensors"):
-        read_alone(copy)
-    manifest["tensors"] = {}
-    manifest["sha256"] = checkpoint_files.digest(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="names files that are not in its folder"):
         read_alone(copy)
     (copy / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is damaged"):
         read_alone(copy)
-
-
-NOTHING_MEANT = ({}, [], 3, -1, "x", None, [3], {"a": 3}, ["x"], [[]])
-OF_TENSOR = [("dtype",), ("shape",), ("boxes",), ("boxes", 0), *[("boxes", 0, part) for part in range(5)]]
-PLACES = [
-    *[(name,) for name in ("step", "layout", "model", "optimizer", "about", "tensors")],
-    *[("optimizer", name) for name in ("options", "steps")],
-    *[("optimizer", "options", 0), ("optimizer", "options", 0, "betas"), ("optimizer", "options", 0, "lr")],
-    *[("optimizer", "options", 0, "params"), ("optimizer", "steps", "embed.weight")],
-    *[("layout", name) for name in ("dp", "order", "schedule", "no such name")],
-    *[("model", name) for name in ("num_layers", "name")],
-    *[("tensors", name) for name in ("model.embed.weight", "exp_avg.embed.weight", "rank.0.rng.cpu", "no such name")],
-    *[("tensors", "model.embed.weight", *place) for place in OF_TENSOR],
-    *[("tensors", "rank.0.rng.cpu", *place) for place in OF_TENSOR],
-]  # fmt: skip
-
-
-def load_nonsense(path):
-    """(place, what was put there, how the load ended) where that was neither a load nor a refusal."""
-    engine, optimizer = built(DENSE, "dp=1")
-    whole, found = (path / "manifest.json").read_text(), []
-    checkpoint.load(engine, optimizer, path)
-    for place in PLACES:
-        for value in NOTHING_MEANT:
-            (path / "manifest.json").write_text(whole)
-
-            def put_there(manifest, place=place, value=value):
-                for name in place[:-1]:
-                    manifest = manifest[name]
-                manifest[place[-1]] = value
-
-            forge(path, put_there)
-            try:
-                checkpoint.load(engine, optimizer, path)
-            except ValueError as error:
-                if "\n" in str(error):
-                    found.append((place, value, str(error)))
-            except Exception as error:
-                found.append((place, value, repr(error)))
-    return found
-
-
-def test_a_manifest_with_the_right_checksum_and_nonsense_in_it_is_refused(copy):
-    assert launch(load_nonsense, 1, copy, timeout=300)[0] == []
 
 
 # --- killed
