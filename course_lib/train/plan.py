@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields, one_of
+from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -28,7 +28,6 @@ PRECISIONS = {
 SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 SHOWN_CHARS = 16  # of a text or a checksum in an error
-CLIENTS = ("tensorboard", "wandb", "trackio")  # each an extra of the package
 DECAYS = ("none", "cosine")
 FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
 
@@ -93,22 +92,16 @@ class Checkpoints:
 class Logs:
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
-    clients      which get the same numbers, in FOLDER/log too: of CLIENTS
     peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
     trace        the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
-
-    Raises   ValueError for a client that is none
     """
 
     folder: str
-    clients: tuple[str, ...] = ()
     peak_tflops: Positive | None = None
     trace: Size | None = None
 
     def __post_init__(self):
         check_fields(self)
-        for client in self.clients:
-            one_of("client", client, CLIENTS)
 
 
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:

@@ -13,12 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from namespaces import own_network
 
 from course_lib import checkpoint
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
-from course_lib.launch._network import CHOICE
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.train import Checkpoints, TrainPlan, trainer
@@ -207,41 +205,6 @@ def test_the_script_ends_without_python_s_shutdown(tmp_path):
         run = start(seen, script, tmp_path / "out.txt", PYTHONPATH=path)
         wait_until(lambda: run.poll() is not None, seen)
     assert run.returncode == 0 and "step 4 of 4" in (tmp_path / "out.txt").read_text()
-
-
-def listeners_of(processes: list[psutil.Process]) -> list[int]:
-    """Ports on which these listen, as far as this process's network has them."""
-    pids = {process.pid for process in processes}
-    return [
-        connection.laddr.port
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.pid in pids
-    ]
-
-
-@own_network
-@pytest.mark.parametrize("network", ["own", "host"])
-def test_nobody_else_on_the_machine_reaches_the_ports_of_ranks_under_torchrun(network, tmp_path):
-    """Seen from outside while they train; in the machine's network, if asked for, they have ports and say so."""
-    out, log = tmp_path / "out.txt", train_log.log_path(tmp_path)
-    plan = f"--layout dp=2 --steps 100000 --seq-len 16 --model {EXACT}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    script = ["-m", "course_lib.train", *plan.split(), "--log-folder", str(tmp_path)]
-    with children() as seen:
-        agent = start(seen, [*command, *script], out, **({CHOICE: "host"} if network == "host" else {}))
-        wait_until(lambda: len(train_log.losses_of(log)) > 2 or agent.poll() is not None, seen)
-        ranks = psutil.Process(agent.pid).children(recursive=True)
-        networks = {os.readlink(f"/proc/{rank.pid}/ns/net") for rank in ranks}
-        ports, outside = listeners_of(ranks), os.readlink("/proc/self/ns/net")
-        agent.terminate()
-        agent.wait(PATIENCE_S)
-    said = out.read_text()
-    assert len(ranks) == 2 and len(networks) == 1, said
-    if network == "own":
-        assert ports == [] and networks != {outside} and "SHARED_MACHINES" not in said
-    else:
-        assert ports and networks == {outside}
-        assert f"other users of this machine can reach the ranks' ports, as {CHOICE}=host (docs/SHARED_MACH" in said
 
 
 # --- fewer ranks than before
