@@ -237,10 +237,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "moe_traffic": {"experts": ROUTES, "layout": EXPERTS},
     },
     "traffic.step": {},
-    "cluster.judge": {
-        "compare_seconds": {"seconds": CURVE},
-        "judge": "reads what ranks have measured",
-    },
+    "cluster.judge": {"compare_seconds": {"seconds": CURVE}, "judge": "reads what ranks have measured"},
     "cluster.site": {
         "Site": {"python": ...},  # a site's own word
         "read_site": "reads a file",
@@ -277,9 +274,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "training.data": {},
     "training.offload": {},
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
-    "model.moe": {
-        "limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2},
-    },
+    "model.moe": {"limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2}},
     "model.attention": {
         "fused_attention": HEADS,
         "standard_attention": HEADS,
@@ -303,13 +298,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "timing.collectives": {
         **{
             name: {"name": "all_reduce", "network": link("efa"), "per_node": 2, "payload_bytes": 64.0}
-            for name in (
-                "collective_costs",
-                "fastest",
-                "collective_s",
-                "bus_bandwidth",
-            )
-        },
+            for name in ("collective_costs", "fastest", "collective_s", "bus_bandwidth")
+        }
     },
     "timing.context": {"tokens_that_hide_a_hop": {"queries_per_key": 1.0}},
     "timing.step": {},
@@ -328,10 +318,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "timing.rates": {},
     "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
-    "plan.option": {
-        "Option": "made by work_out",
-        "work_out": {"job": JOB, "layout": Layout(dp=2)},
-    },
+    "plan.option": {"Option": "made by work_out", "work_out": {"job": JOB, "layout": Layout(dp=2)}},
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},
     "memory.states": {
@@ -343,9 +330,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
-    "memory.zero": {
-        "zero_state_bytes": {"units": [8, 4]},
-    },
+    "memory.zero": {"zero_state_bytes": {"units": [8, 4]}},
     "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
@@ -367,13 +352,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
-    "plots.rank_traces": {
-        "show_rank_traces": {"traces": [RANK_TRACE]},
-    },
-    "measure.trace": {
-        "seconds_of": {"trace": RANK_TRACE},
-        "lines_of": {"trace": RANK_TRACE},
-    },
+    "plots.rank_traces": {"show_rank_traces": {"traces": [RANK_TRACE]}},
+    "measure.trace": {"seconds_of": {"trace": RANK_TRACE}, "lines_of": {"trace": RANK_TRACE}},
     "plots.data_parallel": {
         "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
         "show_gathered": {"names": ["embedding", "block 0"]},
@@ -398,9 +378,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "plots.choosing": {"show_checkpoint_interval": {}, "show_two_hosts": {"rows": MEASURED}},
     "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
-    "plots.five_d": {
-        "show_ranks": {},
-    },
+    "plots.five_d": {"show_ranks": {}},
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
@@ -429,10 +407,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
         "claims_named": {"ids": ["C003"]},
     },
-    "claims.page": {
-        "Quiz": {"claims": (CLAIM,)},
-        "chapter_quiz": {"chapter": "04", "ids": ("C056",)},
-    },
+    "claims.page": {"Quiz": {"claims": (CLAIM,)}, "chapter_quiz": {"chapter": "04", "ids": ("C056",)}},
     "hardware": {
         "GPU": in_floats(gpu("h100")) | {"per_node": 8},
         "Link": in_floats(link("efa")) | {"measured": False, "by_nodes": True},

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from course_lib.launch import _failures, _rank
+from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._file_link import FileLink
 from course_lib.launch._watch import Outcome, Output, Watch, read_text
 from course_lib.launch.rendezvous import check_owned
+from course_lib.validate import Count, Size, check_fields
 
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
 ALIVE_S = 2.0  # how often the notebook shows the ranks that it is still there
@@ -63,31 +65,22 @@ class Slurm:
                              is made in it and removed again
     """
 
-    nodes: int = 2
-    ntasks_per_node: int = 2
+    nodes: Size = 2
+    ntasks_per_node: Size = 2
     partition: str | None = None
-    gpus_per_node: int | None = None
-    time_min: int = 10
+    gpus_per_node: Count | None = None
+    time_min: Size = 10
     account: str | None = None
     options: dict[str, str | int | bool] = field(default_factory=dict)
     folder: str = "~/.cache/course_lib/slurm"
 
     def __post_init__(self):
-        for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("time_min", 1)):
-            value = getattr(self, name)
-            if value is None and name == "gpus_per_node":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not isinstance(self.options, dict):
-            raise ValueError(
-                f'options must be a dict of sbatch\'s long options, got {self.options!r}; try {{"mem": "8G"}}'
-            )
+        check_fields(self)
         for name in ("partition", "account"):
             if getattr(self, name) is not None:
                 _check_value(name, getattr(self, name))
         for name, value in self.options.items():
-            if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z_-]*", name):
+            if not re.fullmatch(r"[a-z][a-z_-]*", name):
                 raise ValueError(f"options: {name!r} is no long option of sbatch; write {{'mem': '8G'}} for --mem=8G")
             if name.replace("_", "-") in OURS:
                 raise ValueError(f"options: {name!r} is set by the launch; use the arguments of Slurm(...)")
@@ -155,23 +148,23 @@ def _check_value(name: str, value) -> None:
 def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
     """Hand in the job, wait for its ranks, end it."""
     world = SlurmWorld(folder, settings.world_size)
-    waiting = WaitingLine()
+    start, bar = time.monotonic(), open_bar()
     try:
         world.submit(where, timeout, settings)
         watch = SlurmWatch(world, settings.world_size, output, folder / "ranks")
         while not watch.nodes:
             watch.look()
-            waiting.show(world)
+            bar.draw(world.waits(), int(time.monotonic() - start), None)
             if world.state == "PENDING" and world.reason in NEVER:
                 raise RankError(f"{world.job} would wait for ever ({world.reason}): {NEVER[world.reason]}")
-        waiting.clear()
+        bar.close()
         watch.until(time.monotonic() + timeout)
         if watch.unfinished() or watch.failures:
             watch.ask_where()
         else:
             watch.let_leave(LEAVE_S)
     finally:
-        waiting.clear()
+        bar.close()
         world.end()
     return Outcome(watch.done, watch.failures, watch.places, watch.nodes)
 
@@ -224,6 +217,11 @@ class SlurmWorld:
                 self.state, _, self.reason = (said.strip() or "GONE|no trace of it").partition("|")
             self._asked_at = time.monotonic()
 
+    def waits(self) -> str:
+        """That the job waits, and why."""
+        why = f"{self.reason}: {REASONS[self.reason]}" if self.reason in REASONS else self.reason
+        return f"{self.job} waits ({why})" if self.state == "PENDING" else f"{self.job} starts"
+
     def log(self) -> str:
         """The end of what Slurm and the tasks wrote, beside the ranks' own output."""
         files = sorted((self.folder / "job").glob("*.err"))
@@ -259,10 +257,8 @@ class Connection:
     def __init__(self, ranks: Path, rank: int):
         self._said = FileLink(ranks / f"{rank}.said").make()
         self._asked = FileLink(ranks / f"{rank}.asked").make()
-        for name in ("out", "err"):
-            (
-                ranks / f"{rank}.{name}"
-            ).touch()  # a network file system shows late what was missing when it was looked for
+        for name in ("out", "err"):  # a network file system shows late what was missing when it was looked for
+            (ranks / f"{rank}.{name}").touch()
         self._messages: list[tuple] = []
 
     def poll(self) -> bool:
@@ -308,31 +304,6 @@ class SlurmWatch(Watch):
         lines = [f"{world.job} of {self._world_size} ranks was ended by Slurm: {world.state}{reason}"]
         lines += _failures.place_lines(self.places, self.nodes)
         return "\n".join([*lines, world.log()]).rstrip()
-
-
-class WaitingLine:
-    """One line that is written anew while the job waits: why, and how long already."""
-
-    def __init__(self):
-        self._start = time.monotonic()
-        self._shown = ""
-
-    def show(self, world: SlurmWorld) -> None:
-        waited_s = int(time.monotonic() - self._start)
-        said = f"{world.reason}: {REASONS[world.reason]}" if world.reason in REASONS else world.reason
-        text = f"{world.job} waits, {waited_s} s ({said})" if world.state == "PENDING" else f"{world.job} starts"
-        if waited_s >= 1 and text != self._shown:
-            self._write(text)
-
-    def clear(self) -> None:
-        if self._shown:
-            self._write("")
-            self._write("")  # blanks stand there now: back to the line's begin
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write("\r" + text.ljust(len(self._shown)))
-        sys.stderr.flush()
-        self._shown = text
 
 
 def _extra_options(where: Slurm) -> dict[str, str | int | bool]:

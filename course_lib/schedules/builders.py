@@ -254,6 +254,7 @@ def stages_per_rank(name: Literal[tuple(SCHEDULES)], v: Size = 1) -> int:
 # --- checks: before any process starts
 
 
+@checked
 def check_request(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> None:
     """Raises ValueError, saying what to choose, if `make` cannot give this schedule."""
     fixed = stages_per_rank(name, v)

@@ -3,7 +3,6 @@
 batch -> micro-batches -> loss -> backward -> clip -> AdamW
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,17 +133,3 @@ def wait_for(device: str | torch.device) -> None:
     """Returns when the device has done its work, so that a clock read next tells the truth."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_memory_bytes(device: str | torch.device = "cpu") -> int:
-    """On a GPU the allocator's peak since its last reset; on a CPU the most memory that this process ever held."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
