@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from course_lib.launch import _failures, _rank
@@ -32,16 +32,7 @@ LEAVE_S = 10.0
 CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
 LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
-REASONS = {  # of squeue, for those who see them the first time
-    "Resources": "waiting for nodes to become free",
-    "Priority": "other jobs come first",
-    "None": "not looked at yet",
-    "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "PartitionDown": "this partition is closed",
-    "AssocMaxJobsLimit": "your account runs as many jobs as it may",
-    "Dependency": "waiting for another job",
-}
-NEVER = {  # and reasons with which a job would wait for ever
+NEVER = {  # reasons of squeue with which a job would wait for ever
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows: use fewer nodes",
     "PartitionTimeLimit": "it asks for more time than the partition allows: use a smaller time_min",
     "BadConstraints": "no node has all that it asks for: ask for less on each node",
@@ -58,7 +49,7 @@ class Slurm:
 
     nodes, ntasks_per_node   ranks are their product
     partition, account       as your cluster names them; None: its defaults
-    gpus_per_node            None: one for each rank where the partition's nodes have as many; 0: none, ranks use gloo
+    gpus_per_node            as many as ntasks_per_node: a GPU for each rank, and NCCL; 0: none, ranks use gloo
     time_min                 minutes after which Slurm ends the job, whatever it does
     options                  more of sbatch's, by their long names: {"mem": "8G", "exclusive": True}
     folder                   seen under this path by this machine and by all nodes; for each launch a folder of mode 700
@@ -68,7 +59,7 @@ class Slurm:
     nodes: Size = 2
     ntasks_per_node: Size = 2
     partition: str | None = None
-    gpus_per_node: Count | None = None
+    gpus_per_node: Count = 0
     time_min: Size = 10
     account: str | None = None
     options: dict[str, str | int | bool] = field(default_factory=dict)
@@ -89,14 +80,6 @@ class Slurm:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ntasks_per_node
-
-    def with_gpus(self) -> "Slurm":
-        """Return the allocation with its GPUs in numbers, after a look at what the partition's nodes have."""
-        if self.gpus_per_node is not None:
-            return self
-        said = _ask("sinfo", "--noheader", "--format=%P|%G") if shutil.which("sinfo") else None
-        found = gpus_of_a_node(said or "", self.partition)
-        return replace(self, gpus_per_node=self.ntasks_per_node if found >= self.ntasks_per_node else 0)
 
     def check_launch(self, world_size: int, timeout: float) -> None:
         """Whether this machine can hand in such a job. Nothing is sent yet."""
@@ -128,16 +111,6 @@ class Slurm:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owned(folder)
         return str(folder)
-
-
-def gpus_of_a_node(said: str, partition: str | None) -> int:
-    """Return the most GPUs of one node in the partition, or in the default one, from sinfo's lines `name*|gres`."""
-    most = 0
-    for line in said.splitlines():
-        name, _, gres = line.strip().partition("|")
-        if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
-            most = max(most, sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", gres)))
-    return most
 
 
 def _check_value(name: str, value) -> None:
@@ -218,9 +191,8 @@ class SlurmWorld:
             self._asked_at = time.monotonic()
 
     def waits(self) -> str:
-        """That the job waits, and why."""
-        why = f"{self.reason}: {REASONS[self.reason]}" if self.reason in REASONS else self.reason
-        return f"{self.job} waits ({why})" if self.state == "PENDING" else f"{self.job} starts"
+        """That the job waits, and why, in Slurm's word."""
+        return f"{self.job} waits ({self.reason})" if self.state == "PENDING" else f"{self.job} starts"
 
     def log(self) -> str:
         """The end of what Slurm and the tasks wrote, beside the ranks' own output."""

@@ -116,7 +116,6 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
         )
     _check_arguments(fn, world_size, timeout, threads, where, on_report)
     _check_current_folder()
-    where = where and where.with_gpus()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)

@@ -182,9 +182,7 @@ def test_a_job_that_ends_because_its_ranks_are_done_is_no_failure(watch):
 def test_a_job_that_waits_says_why(watch):
     world = watch._world
     world.state, world.reason = "PENDING", "Priority"
-    assert world.waits() == "Slurm job 7 waits (Priority: other jobs come first)"
-    world.reason = "Licenses"
-    assert world.waits() == "Slurm job 7 waits (Licenses)"
+    assert world.waits() == "Slurm job 7 waits (Priority)"
     world.state = "RUNNING"
     assert world.waits() == "Slurm job 7 starts"
 
@@ -215,17 +213,3 @@ def test_the_batch_script_is_bash_and_asks_for_what_it_uses():
     assert importlib.util.find_spec(module) is not None
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "templates/*.sbatch" in packaged["course_lib"]
-
-
-SINFO = "cpu*|(null)\ngpu|gpu:a100:4(S:0-1)\nsmall|gpu:1,nvme:1\nmixed|gpu:a100:2,gpu:h100:2\n"
-
-
-def test_a_gpu_for_each_rank_is_asked_for_where_nodes_have_as_many(monkeypatch):
-    monkeypatch.setattr(_slurm.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(_slurm, "_ask", lambda *command: SINFO)
-    for partition, ranks, gpus in (("gpu", 4, 4), ("gpu", 2, 2), ("gpu", 8, 0), ("small", 2, 0), ("mixed", 4, 4)):
-        assert Slurm(2, ranks, partition).with_gpus().gpus_per_node == gpus
-    assert Slurm().with_gpus().gpus_per_node == 0  # the default partition has none
-    assert Slurm(2, 4, "gpu", gpus_per_node=0).with_gpus().gpus_per_node == 0  # refused
-    monkeypatch.setattr(_slurm, "_ask", lambda *command: None)  # the controller does not answer
-    assert Slurm(2, 4, "gpu").with_gpus().gpus_per_node == 0
