@@ -95,12 +95,3 @@ def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
         if not isinstance(value, KINDS.get(name, int | float | None)):
             raise ValueError(f"{path} has {name} {show(value)} in a line; give a log that the trainer wrote")
     return lines
-
-
-def losses_of(path: str | Path) -> dict[int, list[float]]:
-    """Step -> its loss, or several where it was repeated."""
-    losses: dict[int, list[float]] = {}
-    for line in read(path):
-        if "loss" in line:
-            losses.setdefault(line["step"], []).append(line["loss"])
-    return losses

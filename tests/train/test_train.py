@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import run_logs
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -139,16 +140,16 @@ def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_p
     ]
     killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     last = random.randint(4, 16)
-    wait_until(lambda: len(train_log.losses_of(log)) > last or killed.poll() is not None)
+    wait_until(lambda: len(run_logs.losses_of(log)) > last or killed.poll() is not None)
     time.sleep(random.random() * 0.02)
     killed.kill()
     assert killed.wait() < 0, "it ended before it was killed"
-    done = len(train_log.losses_of(log))
+    done = len(run_logs.losses_of(log))
     goes_on = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert "goes on at step" in goes_on.stdout
     whole = Checkpoints(str(tmp_path / "whole"), every=3)
     (expected,) = launch(by_each, 1, [(config, layout_for("dp=1", BATCH), plan, whole)])[0]
-    losses = train_log.losses_of(log)
+    losses = run_logs.losses_of(log)
     print(f"killed after step {done}, repeated {sum(len(of_step) > 1 for of_step in losses.values())}")
     assert list(losses) == list(range(24))
     assert all(loss == expected.losses[step] for step, of_step in losses.items() for loss in of_step)
