@@ -317,8 +317,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
         **{name: {"interval_s": 100.0} for name in ("shares", "goodput", "simulated_goodput")},
     },
     "timing.rates": {},
-    "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
-    "plan.option": {"Option": "made by work_out", "work_out": {"job": JOB, "layout": Layout(dp=2)}},
+    "plan.job": {
+        "Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None},
+        "work_out": {"job": JOB, "layout": Layout(dp=2)},
+    },
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},
     "memory.states": {
