@@ -75,9 +75,10 @@ class Exercise:
 
     @property
     def __name__(self) -> str:
-        """The name under which its module, that of its inputs, has it."""
-        names = vars(sys.modules[self.inputs.__module__])
-        return next((name for name, value in names.items() if value is self), "a check")
+        """The name under which a chapter has it."""
+        chapters = [module for name, module in list(sys.modules.items()) if name.startswith("course_lib.checks.ch")]
+        names = (name for module in chapters for name, value in vars(module).items() if value is self)
+        return next(names, "a check")
 
     def __call__(self, answer, seed: int | None = None) -> None:
         """Print one line if the answer does what the reference does; else raise CheckFailed with the likely reason.
@@ -248,7 +249,8 @@ def _agree_at(got: Seen, want: Seen, spot: Spot, within: bool = False) -> bool:
 def _where(ex: Exercise, case: tuple) -> str:
     """The case's arguments by name, as far as they are short."""
     names = [list(inspect.signature(of).parameters.values()) for of in (ex.watch, ex.reference)]
-    named = names[0][1:] if names[0][-1].kind != inspect.Parameter.VAR_POSITIONAL else names[1]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in names[0])
+    named = names[1] if takes_all else names[0][1:]
     short = [
         f"{parameter.name}={shown(value)}"
         for parameter, value in zip(named, case[bool(ex.ranks) :], strict=False)

@@ -15,6 +15,12 @@ from course_lib.model import build
 STEP = "parameters less one process's, after {} with {}"
 
 
+def inputs(rng) -> list[tuple[int, int]]:
+    """(ranks, micro-batches) of each case."""
+    [size] = rng.choices([2, 4])
+    return [(size, 1), (size, 3)]
+
+
 def trained(trainer: type, num_micro_batches: int) -> dict:
     """Watch how far parameters are from one process's, after SGD, which shows a wrong factor, and once after AdamW."""
     seen, optimizers = {}, [("one step of SGD", compare.sgd, 1), ("two steps of AdamW", compare.adamw, 2)]

@@ -119,6 +119,14 @@ def test_each_run_draws_anew_and_a_failed_one_comes_again_before_a_fresh_one():
     assert [torch.equal(*pair) for pair in zip(seen[:2], seen[2:], strict=True)] == [True, True]
 
 
+def test_a_case_is_told_by_the_names_of_the_answers_arguments_where_the_watch_takes_any():
+    def watch(answer, *args, slack=0):
+        return {"the result": answer(*args)}
+
+    check = Exercise(lambda x, times: x * times, lambda rng: [(2, 3)], {}, watch)
+    assert "x=2, times=3: the result: 5" in told(check, lambda x, times: x + times)
+
+
 def test_a_fault_of_the_table_itself_is_not_blamed_on_the_answer():
     broken = Exercise(len, lambda rng: [([1],)], {}, lambda answer, case: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -84,9 +84,7 @@ WRONG_FASTER = {
     "the slower one each time: the comparison is the wrong way round": lambda *case: (
         "doubling" if faster_all_reduce(*case) == "ring" else "ring"
     ),
-    "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": (
-        lambda *case: "ring"
-    ),
+    "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
     "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
         lambda *case: "doubling",
         lambda *case: faster_all_reduce(*case, pieces=1),

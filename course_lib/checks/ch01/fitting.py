@@ -124,9 +124,7 @@ def _best(free_blocks):
 
 
 WRONG_FAILURE = {
-    "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": (
-        _only_the_sum
-    ),
+    "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
     "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
         lambda *case: first_failure(*case, merge=False)
     ),

@@ -153,12 +153,8 @@ def _mlps(rng: random.Random) -> list[tuple]:
 
 wrong = partial(partial, mlp_bytes)
 WRONG_MLP = {
-    "relu needs no input in backward: its output says where it was above 0, and down keeps that anyway": (
-        wrong(relu=2)
-    ),
-    "SwiGLU keeps four wide tensors: silu's input, both factors of the product, and the input of down": (
-        wrong(swiglu=3)
-    ),
+    "relu needs no input in backward: its output says where it was above 0, and down keeps that anyway": wrong(relu=2),
+    "SwiGLU keeps four wide tensors: silu's input, both factors of the product, and the input of down": wrong(swiglu=3),
     "the MLP's own input is missing: gate and up keep it": wrong(narrow=0),
     "the MLP's output is counted, but no derivative inside needs it": wrong(narrow=2),
     "gate and up share one input: one storage, counted once": lambda kind, *case: mlp_bytes(

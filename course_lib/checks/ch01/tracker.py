@@ -216,9 +216,7 @@ SAYS = {
     "now_bytes where others were freed": (
         "a new storage may have the address of one that was freed: forget an address when it is freed"
     ),
-    "peak of a training step": (
-        "does a view of a view, a result inside a tuple or a list, or a freed gradient go wrong?"
-    ),
+    "peak of a training step": ("does a view of a view, a result in a tuple or a list, or a freed gradient go wrong?"),
 }
 WRONG = {
     SAYS["kind of number"]: _Megabytes,

@@ -308,9 +308,7 @@ WRONG = {
     f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": _MessagePerTensor,
     "messages were never waited for; the update may read too early": _NeverWaits,
     f"a bucket {WRITTEN}": _DividesUnderWay,
-    "no message had started when backward was over; start a bucket in the hook that completes it": (
-        _SendsAfterBackward
-    ),
+    "no message had started when backward was over; start a bucket in the hook that completes it": _SendsAfterBackward,
     "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": _OneMessage,
     "backward waited for every message; start with async_op=True, and wait in update": _WaitsInTheHook,
     "a small message was not the last one; fill buckets from the last parameter to the first, so that the rest, "
@@ -325,9 +323,7 @@ WRONG = {
     f"its second step used the new gradient plus that of the first step; {DROP}": _NeverDropsGradients,
     "its second step used this rank's own gradient, not averaged; the optimizer must read what is sent, and "
     "zero_grad() replaces a .grad that is a view of a bucket by None": _DropsTheViews,
-    "the first step is right, the second not; build the optimizer once, for every parameter": (
-        _BuildsTheOptimizerAgain
-    ),
+    "the first step is right, the second not; build the optimizer once, for every parameter": _BuildsTheOptimizerAgain,
 }
 SAYS = {
     "begins with rank 0's weights": "broadcast rank 0's in __init__",

@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.trainers import DROP, STEP, scaled, sent_in_a_step, trained, wrong_means
+from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import layer_units
 from course_lib.minimal import compare
-from course_lib.minimal.data import DataParallel, when_all_arrived
+from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 from course_lib.model import build
 
@@ -27,11 +27,6 @@ SAYS = {
 }
 
 
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
-
-
 def wrong_steps(trainer: type) -> dict[str, type]:
     keeps = scaled(trainer, lambda ranks, parts: 1, drops=False)
     return wrong_means(trainer) | {f"its second step used the new gradient plus that of the first step; {DROP}": keeps}
@@ -41,22 +36,15 @@ def wrong_steps(trainer: type) -> dict[str, type]:
 class Buckets(Zero1):
     """ZeRO-2 whose buckets may end inside a unit; a wrong answer changes what they hold, or when they are sent."""
 
-    sends_in_backward = True
+    bucket_size, sends_in_backward = BUCKET_SIZE, True
 
     def __init__(self, model, make_optimizer, group):
-        self.model, self.flats = model, [FlatParameter(bucket, group) for bucket in self.buckets(model)]
+        buckets = assign_buckets(model.parameters(), self.bucket_size)
+        self.model, self.flats = model, [FlatParameter(bucket, group) for bucket in buckets]
         self.optimizer = make_optimizer([flat.shard_p for flat in self.flats])
         if self.sends_in_backward:
             for flat in self.flats:
                 when_all_arrived(flat.params, flat.reduce_scatter)
-
-    def buckets(self, model):
-        buckets = [[]]
-        for param in reversed(list(model.parameters())):
-            if sum(param.numel() for param in buckets[-1]) >= 60_000:
-                buckets.append([])
-            buckets[-1].append(param)
-        return buckets
 
     update = Zero2.update
 
@@ -70,8 +58,7 @@ class BucketsAfterBackward(Buckets):
 class OneBucket(Buckets):
     """All gradients in one message, when backward is over."""
 
-    def buckets(self, model):
-        return [list(model.parameters())]
+    bucket_size = 10**9
 
 
 def watch_buckets(answer, num_micro_batches):

@@ -1,7 +1,7 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
 from course_lib.minimal import compare
@@ -91,11 +91,6 @@ class FBeforeEachColumn(WithoutF):
         for layer in model.modules():
             if isinstance(layer, ColumnParallelLinear):
                 put_before(layer, copy_in, group)
-
-
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
 
 
 def watch(answer, num_micro_batches):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from course_lib.checks.functions import function
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.minimal import compare, compare_cut_model
@@ -82,11 +82,6 @@ class AllReducesAndSlices(TensorSequenceParallel):
 class CutsTheBatch(TensorSequenceParallel):
     enter = staticmethod(lambda x_bSD, group: gather_in(x_bSD, group, 0))
     leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
-
-
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
 
 
 def watch(answer, num_micro_batches):

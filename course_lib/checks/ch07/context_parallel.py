@@ -229,9 +229,7 @@ WRONG_BYTES = {
     "keys and values: that is 2 tensors": _believed("ring", numbers_of=lambda size: (size / 2, size / 2, 2)),
     "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never "
     "travels": _believed("ring", steps=(0, 0, 1)),
-    "backward has c - 1 ring steps, as forward: of keys, values and their gradients": _believed(
-        "ring", steps=(0, 1, 1)
-    ),
+    "backward has c - 1 ring steps, as forward: of keys, values and gradients": _believed("ring", steps=(0, 1, 1)),
     "c - 1 ring steps, not c; and gradients travel in FP32": _believed("ring", steps=(1, 1, 1), **_SAME),
     "c - 1 ring steps, not c; keys and values go around again in backward": _believed("ring", steps=(1, 1, 1), **_KEPT),
     "a rank keeps one piece of c itself": _believed("ulysses", pieces=0),
