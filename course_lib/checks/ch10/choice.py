@@ -4,10 +4,11 @@ from functools import lru_cache
 
 from course_lib.checks.table import Exercise, Stops
 from course_lib.config import preset
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.minimal.choose import choose
-from course_lib.plan import Job, Option, search, work_out
+from course_lib.plan import Job, search, work_out
 
 ENOUGH = 0.93  # of the best speed: the flow chart reaches it
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -47,11 +48,11 @@ def _job(model, sequences, seq_len, num_gpus):
 
 
 @lru_cache
-def _best(job: Job) -> Option:
+def _best(job: Job) -> Estimate:
     return search(job, enough=1).best
 
 
-def watch(answer, job: Job, best: Option) -> dict:
+def watch(answer, job: Job, best: Estimate) -> dict:
     """Whether the layout divides, meets the global batch, fits, and is nearly as fast as the search's best."""
     layout = answer(job)
     where = f"{job.config.name} on {job.num_gpus} GPUs, {job.sequences} sequences of {job.seq_len} tokens"
@@ -70,7 +71,7 @@ def watch(answer, job: Job, best: Option) -> dict:
     return {}
 
 
-def _why(option: Option, best: Option) -> str:
+def _why(option: Estimate, best: Estimate) -> str:
     more = {part: s - best.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
     return _BECAUSE.get(max(more, key=more.get), "experts' rows travel too far")
 
