@@ -471,7 +471,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.curves": {
         "show_curves": {"lines": {"model": CURVE}, "points": {"measured": CURVE}},
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
-        "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
     "plots.rank_traces": {

@@ -7,7 +7,7 @@ style.py         sizes, fonts, units, legends, arrows; nothing outside a picture
 tiles.py         form: rows of tiles, of what ranks hold. show_squares
 timeline.py      form: lanes over time. show_overlap, show_step_times
 memory.py        form: stacked bars and areas of bytes. show_memory_timeline, show_step_memory, show_budgets
-curves.py        form: curves beside points. show_bandwidth, show_throughput, show_alpha_beta, show_curves
+curves.py        form: curves beside points. show_bandwidth, show_alpha_beta, show_curves
 live.py          LiveCurve, drawn again while training goes on
 course_map.py    show_course: which chapter builds on which; the README's pictures, written into docs/
 collectives.py   show_collectives, show_ring_all_reduce

@@ -41,56 +41,46 @@ def cut_name(layout) -> str:
     return f"{kept or 'one GPU'} z{layout.zero_stage} mb{layout.micro_batch}"
 
 
-def draw_options(axes, options: Sequence[Option]) -> None:
-    """Draw a bar of memory for each option, and what a GPU has as a line.
+@checked
+def show_options(options: Sequence[Option]) -> None:
+    """Show what each option's fullest GPU holds, and the limit.
 
     Raises   ValueError if there is no option, or more than the picture has room for
     """
     if not 0 < len(options) <= MOST_BARS:
         raise ValueError(f"there are {len(options)} options; give 1 to {MOST_BARS}")
     left = [0.0] * len(options)
-    for kind in SHOWN_KINDS:
-        sizes = [shown_kinds(option)[kind] for option in options]
-        axes.barh(range(len(options)), sizes, left=left, color=KIND_COLORS[kind], label=kind, edgecolor="white")
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(options[0].usable_bytes / GB, color="black", linestyle="--", linewidth=1.2)
-    axes.set_yticks(range(len(options)), [cut_name(option.layout) for option in options])
-    axes.invert_yaxis()
-    axes.set_xlabel("GB on the fullest GPU (modelled); dashed: what a GPU has")
-    below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.16 - 0.6 / len(options))}
-    axes.legend(ncols=len(SHOWN_KINDS), fontsize=8, **below)
-
-
-@checked
-def show_options(options: Sequence[Option]) -> None:
-    """Show what each option's fullest GPU holds, and the limit."""
     with picture_axes(1.6 + 0.3 * len(options)) as axes:
-        draw_options(axes, options)
+        for kind in SHOWN_KINDS:
+            sizes = [shown_kinds(option)[kind] for option in options]
+            axes.barh(range(len(options)), sizes, left=left, color=KIND_COLORS[kind], label=kind, edgecolor="white")
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        axes.axvline(options[0].usable_bytes / GB, color="black", linestyle="--", linewidth=1.2)
+        axes.set_yticks(range(len(options)), [cut_name(option.layout) for option in options])
+        axes.invert_yaxis()
+        axes.set_xlabel("GB on the fullest GPU (modelled); dashed: what a GPU has")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.16 - 0.6 / len(options))}
+        axes.legend(ncols=len(SHOWN_KINDS), fontsize=8, **below)
         axes.set_title("Memory of some layouts", fontsize=10)
 
 
-def draw_front(axes, ranked: Sequence[Option], best: Sequence[Option]) -> None:
-    """Draw MFU against memory: a point for each option, a line through the front.
+@checked
+def show_front(ranked: Sequence[Option], best: Sequence[Option]) -> None:
+    """Show MFU against memory: a point for each option, a line through the front.
 
     Raises   ValueError if one of both is empty
     """
     if not ranked or not best:
         raise ValueError("there is no option to draw; give those that fit, and their front")
     share = [[(one.memory_bytes / GB, one.mfu) for one in options] for options in (ranked, best)]
-    axes.plot(*zip(*share[0], strict=True), "o", color="#999999", markersize=4, label="fits")
-    axes.plot(*zip(*share[1], strict=True), "o-", color=OKABE_ITO["blue"], label="front: no other beats it in both")
-    axes.axvline(ranked[0].usable_bytes / GB, color="black", linestyle="--", linewidth=1.2)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set(xlim=(0, None), ylim=(0, 1.2 * max(one.mfu for one in ranked)))
-    axes.set(xlabel="GB on the fullest GPU (modelled)", ylabel="MFU (modelled)")
-    axes.legend(loc="upper left", ncols=2)
-
-
-@checked
-def show_front(ranked: Sequence[Option], best: Sequence[Option]) -> None:
-    """Show speed against memory."""
     with picture_axes(3.2) as axes:
-        draw_front(axes, ranked, best)
+        axes.plot(*zip(*share[0], strict=True), "o", color="#999999", markersize=4, label="fits")
+        axes.plot(*zip(*share[1], strict=True), "o-", color=OKABE_ITO["blue"], label="front: no other beats it in both")
+        axes.axvline(ranked[0].usable_bytes / GB, color="black", linestyle="--", linewidth=1.2)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(xlim=(0, None), ylim=(0, 1.2 * max(one.mfu for one in ranked)))
+        axes.set(xlabel="GB on the fullest GPU (modelled)", ylabel="MFU (modelled)")
+        axes.legend(loc="upper left", ncols=2)
         axes.set_title("Each point is a layout that fits", fontsize=10)
 
 
