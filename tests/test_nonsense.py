@@ -38,10 +38,8 @@ from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
-from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
 from course_lib.schedules import make, simulate
-from course_lib.simulate.two_hosts import MEASURED
 from course_lib.span import Span
 from course_lib.timing.failures import Failures
 from course_lib.validate import checked
@@ -338,50 +336,34 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
         "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
-        "show_ring": {"values": RANKS, "moments": [0]},
-        "show_mesh": {},
-        "show_node": {"host": link("pcie5")},
     },
+    "plots.concepts": {"show_concept": {"name": "merge"}},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {
         "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
-        "show_merge": {"outputs": [12.0, 30.0], "weights": [2.0, 6.0]},
         "show_work": {"shardings": ["zigzag"]},
         "show_documents": {"lengths": [2, 2], "cuts": {"contiguous": [[0, 1], [2, 3]]}},
     },
     "plots.curves": {
         "show_curves": {"lines": {"model": CURVE}, "points": {"measured": CURVE}},
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
-        "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
     "plots.rank_traces": {"show_rank_traces": {"traces": [RANK_TRACE]}},
     "measure.trace": {"seconds_of": {"trace": RANK_TRACE}, "lines_of": {"trace": RANK_TRACE}},
     "plots.data_parallel": {
         "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
-        "show_gathered": {"names": ["embedding", "block 0"]},
     },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4]},
         "show_traffic": {"rows": [[1, 2], [3, 4]], "row_bytes": 8},
         "show_balance": {"loads": {"none": [[1.0, 2.0], [2.0, 2.0]]}},
         "show_parameters": {"parameters": {"dense": (4.0, 4.0)}},
-    },
-    "plots.expert_concepts": {
-        "show_dense_and_experts": {},
-        "finer": {"kind": ExpertKind(8, 2, 0, 1.0), "parts": 2},
-        "show_expert_kinds": {"kinds": {"coarse": ExpertKind(8, 2, 0, 1.0)}},
-        "show_sorted_rows": {"expert_Tk": [[0, 1], [1, 3]]},
         "grouped_share_of_peak": {"rows": 8.0},
         "show_rows_per_expert": {"points": {"one": 8.0}},
-        "show_travelling_rows": {"expert_Tk": [[[0, 1]], [[2, 3]]], "layout": ExpertLayout(4, 2)},
-        "show_gradient_path": {"knows_gradient": True},
-        "show_two_cuts": {},
-        "show_owners": {},
     },
-    "plots.choosing": {"show_checkpoint_interval": {}, "show_two_hosts": {"rows": MEASURED}},
+    "plots.choosing": {"show_checkpoint_interval": {}},
     "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
-    "plots.five_d": {"show_ranks": {}},
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
@@ -389,16 +371,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
-    "plots.tensor": {
-        "show_heads": {"tp_sizes": [2, 8]},
-        "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1},
-    },
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
-    "plots.single_gpu": {
+    "plots.tiles": {
         "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},
-        "show_block": {},
-        "show_graph": {},
     },
     "plots.stages": {"show_live": {}},
     "plots.timeline": {
