@@ -1,6 +1,6 @@
 """What graders ask of a trainer, whatever it shards: the result of one process, and no more bytes than needed."""
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -9,32 +9,33 @@ from torch import Tensor
 from course_lib.checks.core import fail, launched, rank_errors_as_failures, run_ranks
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather
-from course_lib.measure import ByteMeter
-from course_lib.minimal import compare, compare_with_one_process, sent_bytes
+from course_lib.compare import trials
+from course_lib.compare.record import Record, Records, on_ranks
 from course_lib.model import build
 from course_lib.training import loss_of
 
-LR = compare.sgd.keywords["lr"]
+LR = trials.sgd.keywords["lr"]
 
 
-def expect_right(trainer: type, world_size: int) -> None:
-    """The trainer's parameters are those of one process, with 1 and with 3 micro-batches."""
+def expect_right(trainer: type, world_size: int) -> dict[int, Records]:
+    """The trainer's parameters are those of one process; return the runs with 1 and with 3 micro-batches."""
+    runs = {}
     for num_micro_batches in (1, 3):
         with rank_errors_as_failures(world_size):
-            difference = launched(compare_with_one_process, trainer, world_size, num_micro_batches)
+            run = launched(on_ranks, trainer, trials.as_trainer, world_size, num_micro_batches=num_micro_batches)
+        difference, runs[num_micro_batches] = run.difference, run
         if not difference < 1e-9:
             why = run_ranks(_what_was_used, world_size, trainer, num_micro_batches)[0]
             fail(
                 f"with {micro_batches(num_micro_batches)} on {world_size} ranks a "
                 f"parameter differs from one process by {difference:.1e}; {why}"
             )
+    return runs
 
 
-def expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases: int, phase_bytes: int) -> None:
-    """The trainer sends at most so many phases in a step."""
-    with rank_errors_as_failures(world_size):
-        sent = launched(sent_bytes, trainer, world_size, num_micro_batches)
-    enough = phases * phase_bytes
+def expect_sent(run: Records, num_micro_batches: int, phases: int, phase_bytes: int) -> None:
+    """The trainer sent at most so many phases in a step."""
+    sent, enough = run.sent_bytes[0], phases * phase_bytes
     if sent > 1.01 * enough:
         fail(
             f"with {micro_batches(num_micro_batches)} a rank sent {sent:,} bytes, and {phases} phases are "
@@ -52,13 +53,11 @@ def micro_batches(count: int) -> str:
 
 def trained(trainer: type, num_micro_batches: int) -> dict:
     """Watch how far parameters are from one process's, after SGD, which shows a wrong factor, and once after AdamW."""
-    seen, optimizers = {}, [("one step of SGD", compare.sgd, 1), ("two steps of AdamW", compare.adamw, 2)]
+    seen, optimizers = {}, [("one step of SGD", trials.sgd, 1), ("two steps of AdamW", trials.adamw, 2)]
     for what, make_optimizer, steps in optimizers[: 2 if num_micro_batches == 1 else 1]:
-        made = trainer(build(compare.CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
-        for step in range(steps):
-            made.backward(compare.micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
-            made.update()
-        full, right = made.full_parameters(), _one_process(make_optimizer, steps)
+        parts = partial(trials.micro_batches_of_rank, num_micro_batches=num_micro_batches, trainer=trainer)
+        _, full = trials.trained(trainer, make_optimizer, steps, parts)
+        right = _one_process(make_optimizer, steps)
         seen[f"parameters less one process's, after {what} with {micro_batches(num_micro_batches)}"] = {
             name: (param - right[name]).detach() if name in right else param.detach() for name, param in full.items()
         }
@@ -67,16 +66,15 @@ def trained(trainer: type, num_micro_batches: int) -> dict:
 
 @cache
 def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
-    return compare._one_process(compare.CONFIG, make_optimizer, steps)
+    return dict(trials.one_process(trials.CONFIG, trials.global_batches(steps), make_optimizer)[1].named_parameters())
 
 
 def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:
     """Watch the bytes that a step sends, with parameters and gradients in bfloat16."""
-    made = trainer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
-    with ByteMeter() as meter:
-        made.backward(compare.micro_batches_of_rank(0, num_micro_batches, trainer=trainer))
-        made.update()
-    return Cost(meter.sent_bytes, 0.01 * meter.sent_bytes)
+    record = Record()
+    trials.count_bytes(record, trainer, trials.micro_batches_of_rank(0, num_micro_batches, trainer))
+    sent = sum(record.sent.values())
+    return Cost(sent, 0.01 * sent)
 
 
 # Which gradient a wrong trainer used: what a step of SGD took away, divided by the learning rate ----------------------
@@ -84,7 +82,7 @@ def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:
 
 def _what_was_used(trainer: type, num_micro_batches: int) -> str:
     """In a rank: the gradient that the first or second step of SGD used, beside the one that is required."""
-    start_P = _flat(dict(build(compare.CONFIG, dtype=torch.float64).named_parameters()))
+    start_P = _flat(dict(build(trials.CONFIG, dtype=torch.float64).named_parameters()))
     first_P, second_P = (_after(trainer, steps, num_micro_batches) for steps in (1, 2))
     found_RMP = _gradients(start_P, 0, num_micro_batches)
     used_P = (start_P - first_P) / LR
@@ -149,18 +147,18 @@ def _same(a_P: Tensor, b_P: Tensor) -> bool:
 
 def _after(trainer: type, steps: int, num_micro_batches: int) -> Tensor:
     """All parameters after so many steps of SGD."""
-    made = trainer(build(compare.CONFIG, dtype=torch.float64), compare.sgd, dist.group.WORLD)
+    made = trainer(build(trials.CONFIG, dtype=torch.float64), trials.sgd, dist.group.WORLD)
     for step in range(steps):
-        made.backward(compare.micro_batches_of_rank(step, num_micro_batches))
+        made.backward(trials.micro_batches_of_rank(step, num_micro_batches))
         made.update()
     return _flat(made.full_parameters())
 
 
 def _gradients(params_P: Tensor, step: int, num_micro_batches: int) -> Tensor:
     """The gradient of each rank and micro-batch at these parameters; R and M count ranks and micro-batches."""
-    model = build(compare.CONFIG, dtype=torch.float64)
+    model = build(trials.CONFIG, dtype=torch.float64)
     torch.nn.utils.vector_to_parameters(params_P, model.parameters())
-    parts = compare.micro_batches_of_rank(step, num_micro_batches)
+    parts = trials.micro_batches_of_rank(step, num_micro_batches)
     own = [torch.autograd.grad(loss_of(model, *part), list(model.parameters())) for part in parts]
     own_MP = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in own])
     return all_gather(own_MP[None], dist.group.WORLD)
@@ -168,5 +166,5 @@ def _gradients(params_P: Tensor, step: int, num_micro_batches: int) -> Tensor:
 
 def _flat(params: dict[str, Tensor]) -> Tensor:
     """All parameters end to end, in the order of the model."""
-    names = [name for name, _ in build(compare.CONFIG, device="meta").named_parameters()]
+    names = [name for name, _ in build(trials.CONFIG, device="meta").named_parameters()]
     return torch.cat([params[name].detach().flatten() for name in names])

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from course_lib.minimal.passes import PASS_CONFIG
 
 from course_lib.config import preset
 from course_lib.memory.activations import block_terms
 from course_lib.memory.states import RECIPES
 from course_lib.minimal.memory import block_saved_bytes
-from course_lib.minimal.passes import PASS_CONFIG
 from course_lib.panels.precision import FORMATS
 from course_lib.plots import precision, single_gpu
 

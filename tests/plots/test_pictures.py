@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from course_lib.minimal.passes import PASS_CONFIG
 from harness import sampled
 from pictures import look
 
@@ -14,7 +15,6 @@ from course_lib.layout import SEQUENCE_SHARDINGS, Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets
-from course_lib.minimal.passes import PASS_CONFIG
 from course_lib.minimal.planner import cuts, front, plan
 from course_lib.minimal.quantize import dynamic_code, normal_code
 from course_lib.plan import work_out

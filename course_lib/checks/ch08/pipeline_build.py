@@ -10,15 +10,16 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.checks.ch08.nccl_order import HUNG, Started, expect_order_of_nccl, recorded_calls
 from course_lib.checks.ch08.pipeline_schedules import limited
 from course_lib.checks.core import CheckFailed, fail, grader, run_ranks
+from course_lib.compare.trials import PIPELINE_CONFIG as CONFIG
+from course_lib.compare.trials import PIPELINE_SEQ_LEN, PIPELINE_SEQUENCES, one_process, pipeline_micro_batches
 from course_lib.measure import ByteMeter
-from course_lib.minimal.compare_pipeline import CONFIG, SEQ_LEN, SEQUENCES, micro_batches_of_step, one_process
 from course_lib.minimal.one_f_one_b import PipelineRank, afab, naive
 from course_lib.minimal.one_f_one_b import one_f_one_b as lists_of_1f1b
 from course_lib.model import build
 from course_lib.schedules import from_lists, one_f_one_b, problems, simulate
 
 LIMIT_S = 60.0  # a launch takes seconds; ranks that wait for each other are told after nccl_order.HANG
-MESSAGE_BYTES = SEQUENCES * SEQ_LEN * CONFIG.d_model * 8  # float64
+MESSAGE_BYTES = PIPELINE_SEQUENCES * PIPELINE_SEQ_LEN * CONFIG.d_model * 8  # float64
 NO_BACKWARD = -1  # of torch._C._current_graph_task_id
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # as gloo says it
 
@@ -169,7 +170,7 @@ def _step(answer: Callable, count: int) -> tuple[dict, list[str], int, list[Star
         next(block.parameters()).register_post_accumulate_grad_hook(
             lambda _, block=block: words.append(f"B {id(block)}")
         )
-    worker = answer(model, micro_batches_of_step(count))
+    worker = answer(model, pipeline_micro_batches(count))
     with ByteMeter() as meter, recorded_calls() as calls:
         worker.step()
     gradients = {name: param.grad for name, param in worker.stage.named_parameters()}
@@ -189,7 +190,8 @@ def _of_one_block(words: list[str]) -> list[str]:
 
 
 def _expect_gradients(of_ranks: list[dict], count: int, where: str) -> None:
-    expected = one_process(count)
+    _, model = one_process(CONFIG, [pipeline_micro_batches(count)])
+    expected = {name: param.grad for name, param in model.named_parameters()}
     found = {name: grad for of_rank in of_ranks for name, grad in of_rank.items()}
     if missing := sorted(name for name in expected if found.get(name) is None):
         fail(
