@@ -62,12 +62,15 @@ class Record:
     spans: list[Span] = field(default_factory=list)
     result: object = None
 
-    def match(self, name: str, got: Tensor | None, right: Tensor) -> None:
-        """Keep a tensor's distance from the right one; None, as of a gradient that never came, counts as zeros.
+    def match_gradient(self, name: str, got: Tensor | None, right: Tensor) -> None:
+        """Keep a gradient's distance from the right one; None, where none came, counts as zeros."""
+        self.match(name, torch.zeros_like(right) if got is None else got, right)
+
+    def match(self, name: str, got: Tensor, right: Tensor) -> None:
+        """Keep a tensor's distance from the right one.
 
         Raises   ValueError if it is no tensor of the right shape
         """
-        got = torch.zeros_like(right) if got is None else got
         if not isinstance(got, Tensor) or got.shape != right.shape:
             found = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
             raise ValueError(f"{name} is {found}; return a tensor of shape {tuple(right.shape)}")

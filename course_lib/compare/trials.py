@@ -286,7 +286,7 @@ def as_two_mlps(record: Record, program: Callable, enter: Callable, leave: Calla
         losses[-1].backward()
     record.match("loss", losses[1], losses[0])
     for (name, dim), part, whole in zip(dims.items(), parts, full, strict=True):
-        record.match(name, part.grad, whole.grad if dim is None else _my_piece(whole.grad, dim))
+        record.match_gradient(name, part.grad, whole.grad if dim is None else _my_piece(whole.grad, dim))
 
 
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -320,7 +320,7 @@ def as_attention(record: Record, attend: Callable, my_tokens: int = 64, cut: Cal
     (right * weight).sum().backward()
     record.match("out", out, right[:, :, mine_s])
     for name, shard, whole in zip(("dq", "dk", "dv"), shards, full, strict=True):
-        record.match(name, shard.grad, whole.grad[:, :, mine_s])
+        record.match_gradient(name, shard.grad, whole.grad[:, :, mine_s])
     readings = []
     for _ in range(READINGS):
         halves = [x.detach().float().requires_grad_() for x in shards]
@@ -344,7 +344,7 @@ def as_context_step(record: Record, step: Callable, seq_len: int = 64, cut: Call
     right_loss.backward()
     record.match("loss", loss, right_loss)
     for (name, param), right in zip(model.named_parameters(), whole.parameters(), strict=True):
-        record.match(name, param.grad, right.grad)
+        record.match_gradient(name, param.grad, right.grad)
 
 
 # --- pipelines
@@ -465,8 +465,10 @@ def as_experts(record: Record, layer: Callable, favourites: Sequence[int] = (), 
         mine(x_TD).square().sum().backward()
     y_all.square().sum().backward()
     router, right = mine.router.weight.grad, dict(whole.experts.named_parameters())
-    record.match("tokens", x_TD.grad, x_all.grad.chunk(group.size())[rank])
-    record.match("router", None if router is None else comm.all_reduce(router, group), whole.router.weight.grad)
+    record.match_gradient("tokens", x_TD.grad, x_all.grad.chunk(group.size())[rank])
+    record.match_gradient(
+        "router", None if router is None else comm.all_reduce(router, group), whole.router.weight.grad
+    )
     pairs = [(param.grad, right[name].grad) for name, param in mine.experts.named_parameters()]
     got, wanted = zip(*((torch.zeros_like(b) if a is None else a, b) for a, b in pairs), strict=True)
     record.match("experts", *(torch.cat([x.flatten() for x in tensors]) for tensors in (got, wanted)))
