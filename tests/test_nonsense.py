@@ -440,7 +440,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "timing.tensor": {"Part": "made by layer_parts"},
     "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
     "plan.option": {
-        "Option": "made by work_out",
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
     },
     "memory.run": {"Run": {"recipe": "fp32"}},

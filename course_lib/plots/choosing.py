@@ -6,10 +6,10 @@ from itertools import cycle
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB
 from course_lib.palette import AXIS_COLORS, COMPUTE_COLOR, KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
 from course_lib.plan.measured import MeasuredRun
-from course_lib.plan.option import Option
 from course_lib.plots.diagrams import BORDERED, diagram, draw_arrows, draw_diagram
 from course_lib.plots.style import bare, key, keys_below, labelled_box, picture_axes, picture_panels, plain_rows, write
 from course_lib.plots.tiles import Tile, draw_tiles
@@ -97,7 +97,7 @@ SHOWN_AS |= {kind: kind for kind in SHOWN_KINDS}
 MOST_BARS = 12
 
 
-def shown_kinds(option: Option) -> dict[str, float]:
+def shown_kinds(option: Estimate) -> dict[str, float]:
     """Return an option's GB in the kinds that the picture shows; what is none of them is overhead."""
     found = dict.fromkeys(SHOWN_KINDS, 0.0)
     for kind, size in option.bytes_by_kind.items():
@@ -113,7 +113,7 @@ def cut_name(layout) -> str:
     return f"{kept or 'one GPU'} z{layout.zero_stage} mb{layout.micro_batch}"
 
 
-def draw_options(axes, options: Sequence[Option]) -> None:
+def draw_options(axes, options: Sequence[Estimate]) -> None:
     """Draw a bar of memory for each option, and what a GPU has as a line.
 
     Raises   ValueError if there is no option, or more than the picture has room for
@@ -134,14 +134,14 @@ def draw_options(axes, options: Sequence[Option]) -> None:
 
 
 @checked
-def show_options(options: Sequence[Option]) -> None:
+def show_options(options: Sequence[Estimate]) -> None:
     """Show what each option's fullest GPU holds, and the limit."""
     with picture_axes(1.6 + 0.3 * len(options)) as axes:
         draw_options(axes, options)
         axes.set_title("Memory of some layouts", fontsize=10)
 
 
-def draw_front(axes, ranked: Sequence[Option], best: Sequence[Option]) -> None:
+def draw_front(axes, ranked: Sequence[Estimate], best: Sequence[Estimate]) -> None:
     """Draw MFU against memory: a point for each option, a line through the front.
 
     Raises   ValueError if one of both is empty
@@ -159,7 +159,7 @@ def draw_front(axes, ranked: Sequence[Option], best: Sequence[Option]) -> None:
 
 
 @checked
-def show_front(ranked: Sequence[Option], best: Sequence[Option]) -> None:
+def show_front(ranked: Sequence[Estimate], best: Sequence[Estimate]) -> None:
     """Show speed against memory."""
     with picture_axes(3.2) as axes:
         draw_front(axes, ranked, best)
@@ -172,7 +172,7 @@ def _refuse_none(options: Mapping) -> None:
 
 
 @checked
-def show_by_memory(options: Mapping[str, Option], title: str) -> None:
+def show_by_memory(options: Mapping[str, Estimate], title: str) -> None:
     """Show each layout by its memory and its MFU, under the first word of its name; the line is what the GPU has."""
     _refuse_none(options)
     limit_gb = next(iter(options.values())).usable_bytes / GB
@@ -202,7 +202,7 @@ DRAWN_WITH = {"launches": "compute", "update": "compute", "transfer": "bubble", 
 
 
 @checked
-def show_waiting(options: Mapping[str, Option], title: str) -> None:
+def show_waiting(options: Mapping[str, Estimate], title: str) -> None:
     """Show of each named layout how long a step computes and for what it waits, in modelled seconds."""
     _refuse_none(options)
     longest_s = max(option.step_s for option in options.values())
@@ -285,7 +285,7 @@ def show_losses(losses: Mapping[str, Sequence[float]], title: str) -> None:
 
 
 @checked
-def show_predicted(runs: Sequence[MeasuredRun], options: Sequence[Option]) -> None:
+def show_predicted(runs: Sequence[MeasuredRun], options: Sequence[Estimate]) -> None:
     """Show measured tokens/s of each run over its predicted ones, on the line where both are equal.
 
     Raises   ValueError if there is no run, or not an option for each

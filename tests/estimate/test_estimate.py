@@ -165,7 +165,7 @@ def test_the_verdict_follows_from_the_ends_of_the_error_bar(name):
         assert low <= one.memory_bytes <= high and one.speed_range[0] <= one.tokens_per_s_per_gpu <= one.speed_range[1]
         for usable, verdict in ((1.01 * high, "fits"), ((low + high) / 2, "tight"), (0.99 * low, "does not fit")):
             there = replace(one, usable_bytes=usable)
-            assert there.verdict == verdict in VERDICTS and there.fits == (verdict != "does not fit")
+            assert there.verdict == verdict in VERDICTS and there.may_run == (verdict != "does not fit")
             assert there.why.startswith(verdict)
     with pytest.raises(ValueError, match=r"memory is \(1.1, 1.23\); the estimate must be inside"):
         Spread((1.1, 1.23), (0.8, 1.2))
@@ -191,7 +191,7 @@ def test_no_measured_run_of_the_package_is_said_not_to_fit():
     for model, config in MODELS.items():
         for one in measured_runs(model):
             run = Run(config, one.layout, 4096, "bf16-master-fp32-grads")
-            assert estimate(run, MEASURED_ON, "nanotron").fits, run.layout
+            assert estimate(run, MEASURED_ON, "nanotron").may_run, run.layout
 
 
 def test_where_nothing_fits_the_nearest_that_would_are_worked_out():
@@ -200,7 +200,7 @@ def test_where_nothing_fits_the_nearest_that_would_are_worked_out():
     assert estimate(run, card).missing_bytes > 100e9
     found = nearest(run, card)
     assert found and all(one.estimate.verdict == "fits" for one in found)
-    assert all(one.estimate == estimate(one.run, card) for one in found)
+    assert all(one.estimate == estimate(one.estimate.run, card) for one in found)
     assert any("GPUs" in one.change for one in found) and any(
         "host" in one.words or "too" in one.words for one in found
     )

@@ -5,10 +5,11 @@ from itertools import product
 
 from course_lib.checks.core import fail, grader
 from course_lib.config import preset
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.minimal.choose import choose
-from course_lib.plan import Job, Option, search, work_out
+from course_lib.plan import Job, search, work_out
 
 ENOUGH = 0.93  # of the best speed: the flow chart reaches it
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -92,10 +93,10 @@ def _check_job(answer, job: Job) -> None:
 
 
 @lru_cache
-def _best(job: Job) -> Option:
+def _best(job: Job) -> Estimate:
     return search(job, enough=1).best
 
 
-def _why(option: Option, best: Option) -> str:
+def _why(option: Estimate, best: Estimate) -> str:
     more = {part: s - best.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
     return _BECAUSE.get(max(more, key=more.get), "experts' rows travel too far")
