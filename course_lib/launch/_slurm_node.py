@@ -8,7 +8,6 @@ same functions of _rank.py.
 import contextlib
 import faulthandler
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -37,6 +36,12 @@ class RankLink(FileLink):
     def __init__(self, rank: int, path: Path):
         super().__init__(path)
         self.rank = rank
+
+    def send(self, name: str, *content) -> None:
+        """Send a message; of a failure with the time of the clock that nodes share."""
+        if name == "failed":
+            content = (replace(content[0], when=time.time()),)
+        super().send(name, *content)
 
 
 def be_host(folder: str, timeout: float, lost_s: float) -> None:
@@ -130,38 +135,29 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink, to_host: Connect
     """Be the rank: as `_rank.run_rank` on one machine. Never returns."""
     rank = to_notebook.rank
     os.setpgid(0, 0)  # it is ended with the processes that it has started
-    _rank.link = to_notebook
     for number in (signal.SIGCONT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # submitit has handlers for them, which a fork inherits
     places = (ranks / f"{rank}.where").open("w")
     faulthandler.register(signal.SIGUSR1, file=places)
     faulthandler.register(signal.SIGTERM, file=places, chain=True)  # writes where it stands, then ends it
     threading.Thread(target=tell_tensors, args=(to_host, threading.get_ident()), daemon=True).start()
-    try:
-        settings = pickle.loads((ranks / "settings.pkl").read_bytes())
+
+    def here(settings: _rank.Settings) -> _rank.Settings:
         place, store = meet(ranks, timeout)
-        settings = replace(
+        return replace(
             settings,
             deadline=time.monotonic() + timeout,  # each machine has a clock of its own
             environment=environment_here(settings.environment),
             variables={"OMP_NUM_THREADS": str(settings.threads), "MPLBACKEND": "Agg", **as_torchrun(place)},
             store=store,
         )
-        _rank.prepare_process(rank, settings, ranks)
-        message = _rank.call(rank, settings, ranks, to_notebook.send)
-    except BaseException as error:
-        message = ("failed", _rank.describe(error, "start"))
-    _rank.flush_output()
-    if message[0] == "failed":
-        message = ("failed", replace(message[1], when=time.time()))
-    to_notebook.send(*message)
-    questions = FileLink(ranks / f"{rank}.asked")
-    while ("leave",) not in questions.receive():  # ranks leave together
-        time.sleep(POLL_S)
-    if dist.is_initialized() and settings.backend == "nccl":
-        dist.destroy_process_group()
-    _rank.finish()
-    os._exit(0)
+
+    def wait_to_leave() -> None:
+        questions = FileLink(ranks / f"{rank}.asked")
+        while ("leave",) not in questions.receive():
+            time.sleep(POLL_S)
+
+    _rank.be_rank(to_notebook, ranks, here, wait_to_leave)
 
 
 def tell_tensors(to_host: Connection, main_thread_id: int) -> None:
