@@ -338,7 +338,6 @@ MOE_PRESETS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-@checked
 def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
     """Raises ValueError if the model has experts or, unless `latent`, latent attention: `what` knows none."""
     if config.moe or (config.mla and not latent):
@@ -346,7 +345,6 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
         raise ValueError(f"{what} knows no {kind}, but {config.name} has; use a dense model")
 
 
-@checked
 def require_bytes(config: ModelConfig) -> None:
     """Raises ValueError unless every byte is a token of the model: training/data.py has bytes as tokens."""
     if config.vocab_size < _NUM_BYTES:

@@ -13,7 +13,6 @@ from course_lib.model.moe import limit_groups
 from course_lib.validate import Amount, Seed, Size, checked
 
 
-@checked
 def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed | None = None) -> list[float]:
     """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
 

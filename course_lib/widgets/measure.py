@@ -12,6 +12,7 @@ from course_lib.config import preset
 from course_lib.panels.record import Shown
 from course_lib.panels.runs import layout_run, zero_runs
 from course_lib.panels.svg import Bars
+from course_lib.plots.comparison import error_text
 from course_lib.units import show_bytes
 
 MOST_ROWS, MOST_TOKENS = 4, 256  # of a batch, of a sequence: a matter of seconds
@@ -27,13 +28,6 @@ def compared_bars(rows: Sequence) -> Bars:
             bars[f"{row.kind}, measured"] = {"measured": row.measured_bytes}
             notes[f"{row.kind}, measured"] = f", {error_text(row.error_percent)}"
     return Bars("Predicted beside measured: the largest of each kind", bars, notes=notes)
-
-
-def error_text(error_percent: float) -> str:
-    """Such as +1.2 %; an error too small to be seen is called exact only if it is zero."""
-    if error_percent == 0:
-        return "exact"
-    return f"{error_percent:+.2f} %" if abs(error_percent) >= 0.005 else "under 0.005 % off"
 
 
 def measure_memory(**values) -> Shown:

@@ -1,7 +1,7 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
 from course_lib.minimal import compare
@@ -93,11 +93,6 @@ class FBeforeEachColumn(WithoutF):
                 put_before(layer, copy_in, group)
 
 
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
-
-
 def watch(answer, num_micro_batches):
     seen = {"same_tokens": getattr(answer, "same_tokens", False)} | trained(answer, num_micro_batches)
     if num_micro_batches == 1:
@@ -112,30 +107,22 @@ DIVIDED = "is each loss divided by the number of micro-batches?"
 PARTS = "cut every matrix, the embedding and the head as well, and let the full ones go"
 ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
 FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
+WRONG = {
+    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": ForgetsSameTokens,
+    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
+    "there is no g behind the rows: what goes on is a partial sum": WithoutG,
+    "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
+    "the loss is wrong: a rank counts a target's logit only where the target is its own": CountsTargetsOfOtherRanks,
+    DIVIDED: ForgetsMicroBatches,
+    PARTS: HeadStaysFull,
+    ENOUGH: FBeforeEachColumn,
+}
+SAYS = {
+    STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
+    STEP.format("3 micro-batches"): DIVIDED,
+    "bytes held at the end of backward": PARTS,
+    "bytes sent": ENOUGH,
+}
 check_tensor_parallel = Exercise(
-    "check_tensor_parallel",
-    TensorParallel,
-    ByTheEngine,
-    inputs,
-    {
-        "the class needs `same_tokens = True`: without it the check gives every rank other "
-        "sequences": ForgetsSameTokens,
-        "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
-        "there is no g behind the rows: what goes on is a partial sum": WithoutG,
-        "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
-        "the loss itself is wrong: a rank counts a target's logit only where the target is its "
-        "own": CountsTargetsOfOtherRanks,
-        DIVIDED: ForgetsMicroBatches,
-        PARTS: HeadStaysFull,
-        ENOUGH: FBeforeEachColumn,
-    },
-    watch,
-    {
-        STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
-        STEP.format("3 micro-batches"): DIVIDED,
-        "bytes held at the end of backward": PARTS,
-        "bytes sent": ENOUGH,
-    },
-    ranks=True,
-    seconds=60.0,
+    TensorParallel, inputs, WRONG, watch, SAYS, right=ByTheEngine, ranks=True, seconds=60.0
 )

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from course_lib.checks.functions import function
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.minimal import compare, compare_cut_model
@@ -84,11 +84,6 @@ class CutsTheBatch(TensorSequenceParallel):
     leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
 
 
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
-
-
 def watch(answer, num_micro_batches):
     if num_micro_batches > 1:
         return trained(answer, num_micro_batches)
@@ -142,33 +137,26 @@ ENOUGH = (
     "an all-reduce followed by a slice sends twice what a reduce-scatter sends, and of the gradients only those of "
     "norms are sent"
 )
+WRONG = {
+    "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
+    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
+    SUM: WithoutTheSum,
+    "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
+    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
+    "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
+    "sum once, after the last micro-batch: a second sum counts the first micro-batches again": SumsAfterEachMicroBatch,
+    GATHER: JoinsInFront,
+    ENOUGH: AllReducesAndSlices,
+}
+SAYS = {
+    "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
+    "the loss less one process's": "leave() must sum the ranks' partial sums",
+    "gradients of norms less one process's": SUM,
+    "gradients of matrices less one process's": GATHER,
+    "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
+    "rank's tokens only",
+    "bytes sent": ENOUGH,
+}
 check_sequence_parallel = Exercise(
-    "check_sequence_parallel",
-    TensorSequenceParallel,
-    FromItsParts,
-    inputs,
-    {
-        "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
-        "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
-        SUM: WithoutTheSum,
-        "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
-        "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
-        "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
-        "sum once per step, after the last micro-batch: a second sum counts the first micro-batches "
-        "again": SumsAfterEachMicroBatch,
-        GATHER: JoinsInFront,
-        ENOUGH: AllReducesAndSlices,
-    },
-    watch,
-    {
-        "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
-        "the loss less one process's": "leave() must sum the ranks' partial sums",
-        "gradients of norms less one process's": SUM,
-        "gradients of matrices less one process's": GATHER,
-        "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
-        "rank's tokens only",
-        "bytes sent": ENOUGH,
-    },
-    ranks=True,
-    seconds=60.0,
+    TensorSequenceParallel, inputs, WRONG, watch, SAYS, right=FromItsParts, ranks=True, seconds=60.0
 )
