@@ -32,11 +32,7 @@ from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.model.gpt import Dropout
 from course_lib.model.llama import RMSNorm
-from course_lib.parallel.engine import (
-    ModelEngine,
-    Trace,
-    trainable,
-)
+from course_lib.parallel.engine import ModelEngine, Trace, trainable
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import gradient_of

@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.cli import commands
 from course_lib.labs import LABS, Machine, form, lab_named, sheet
-from course_lib.labs.measure import SUMS, run_lab
+from course_lib.labs.measure import SUMS, on_gpus, run_lab
 from course_lib.labs.sheet import PORT, compare, launch_lines, modelled, modelled_sent, modelled_sums, published_shares
 from course_lib.launch import launch
 from course_lib.timing.collectives import collective_s
@@ -20,6 +20,13 @@ from course_lib.timing.collectives import collective_s
 ROOT = Path(__file__).parents[2]
 FLAGS = {"torchrun": "--node-rank", "accelerate": "--machine_rank"}
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+
+
+def test_without_gpus_a_chapter_says_within_the_columns_which_lab_it_would_measure(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for chapter, lab in LABS.items():
+        said = on_gpus(chapter)
+        assert said.startswith(f"Here no GPUs; with {min(lab.ranks)} or more") and max(map(len, said.split("\n"))) <= 88
 
 
 @pytest.mark.exhaustive
