@@ -179,8 +179,7 @@ def check_shardable(model: nn.Module, group: Group) -> None:
 
 
 def share_seed(group: Group, apart: bool = False) -> None:
-    """Gives all ranks the random numbers of the group's first: where the residual stream is whole they must drop the
-    same.
+    """Gives all ranks the random numbers of the group's first: of a whole residual stream all must drop the same.
 
     apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8

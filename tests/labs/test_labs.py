@@ -65,6 +65,14 @@ def test_the_sheets_in_docs_are_those_of_the_table(chapter):
     assert all(question in path.read_text() for question in LABS[chapter].questions)
 
 
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_lab_12_shows_that_tp_must_not_cross_the_network(per_node):
+    lab, cluster = LABS["12"], Machine(2, per_node).cluster()
+    inside, across = (modelled(lab, layout, cluster) for layout in lab.layouts_on(2 * per_node))
+    assert across.step_s > 1.2 * inside.step_s
+    assert across.seconds_by_part["tp"] > 5 * inside.seconds_by_part["tp"] and across.memory_bytes < 40e9
+
+
 def test_every_launch_line_starts_as_many_ranks_of_the_lab():
     lab, machine = LABS["05"], Machine(2, 4)
     lines = {way: shlex.split(line) for way, line in launch_lines(lab, machine).items()}
