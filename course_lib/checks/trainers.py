@@ -1,16 +1,14 @@
 """What graders see of a trainer, whatever it shards, and trainers that are wrong alike."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.watch import Cost
-from course_lib.measure import ByteMeter
-from course_lib.minimal import compare
-from course_lib.model import build
+from course_lib.compare import trials
+from course_lib.compare.record import Record
 
 STEP = "parameters less one process's, after {} with {}"
 
@@ -23,13 +21,10 @@ def inputs(rng) -> list[tuple[int, int]]:
 
 def trained(trainer: type, num_micro_batches: int) -> dict:
     """Watch how far parameters are from one process's, after SGD, which shows a wrong factor, and once after AdamW."""
-    seen, optimizers = {}, [("one step of SGD", compare.sgd, 1), ("two steps of AdamW", compare.adamw, 2)]
+    seen, optimizers = {}, [("one step of SGD", trials.sgd, 1), ("two steps of AdamW", trials.adamw, 2)]
     for what, make_optimizer, steps in optimizers[: 2 if num_micro_batches == 1 else 1]:
-        made = trainer(build(compare.CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
-        for step in range(steps):
-            made.backward(compare.micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
-            made.update()
-        full, right = made.full_parameters(), _one_process(make_optimizer, steps)
+        parts = partial(trials.micro_batches_of_rank, num_micro_batches=num_micro_batches, trainer=trainer)
+        (_, full), right = trials.trained(trainer, make_optimizer, steps, parts), _one_process(make_optimizer, steps)
         seen[STEP.format(what, f"{num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}")] = {
             name: (param - right[name]).detach() if name in right else param.detach() for name, param in full.items()
         }
@@ -38,16 +33,15 @@ def trained(trainer: type, num_micro_batches: int) -> dict:
 
 @cache
 def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
-    return compare._one_process(compare.CONFIG, make_optimizer, steps)
+    return dict(trials.one_process(trials.CONFIG, trials.global_batches(steps), make_optimizer)[1].named_parameters())
 
 
 def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:
     """Watch the bytes that a step sends, with parameters and gradients in bfloat16."""
-    made = trainer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
-    with ByteMeter() as meter:
-        made.backward(compare.micro_batches_of_rank(0, num_micro_batches, trainer=trainer))
-        made.update()
-    return Cost(meter.sent_bytes, 0.01 * meter.sent_bytes)
+    record = Record()
+    trials.count_bytes(record, trainer, trials.micro_batches_of_rank(0, num_micro_batches, trainer))
+    sent = sum(record.sent.values())
+    return Cost(sent, 0.01 * sent)
 
 
 def scaled(trainer: type, factor: Callable[[int, int], float], drops: bool = True) -> type:

@@ -15,8 +15,8 @@ from course_lib.checks.ch03.dp_hooks import WRITTEN, WatchedWork
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import DROP, wrong_means
 from course_lib.checks.watch import Cost
+from course_lib.compare import trials
 from course_lib.measure import ByteMeter
-from course_lib.minimal import compare
 from course_lib.minimal.data import (
     BUCKET_SIZE,
     Bucket,
@@ -49,15 +49,15 @@ def _watch(trainer):
 
 def _two_steps(trainer, num_micro_batches):
     """Messages are those of the second step: in the first, some make their buckets."""
-    model = build(compare.CONFIG, seed=dist.get_rank(), dtype=torch.float64)
+    model = build(trials.CONFIG, seed=dist.get_rank(), dtype=torch.float64)
     made = trainer(model, SGD, dist.group.WORLD)
-    first = dict(build(compare.CONFIG, seed=0, dtype=torch.float64).named_parameters())
+    first = dict(build(trials.CONFIG, seed=0, dtype=torch.float64).named_parameters())
     begins_equal = all(torch.equal(param, first[name]) for name, param in made.full_parameters().items())
     gradients = []
     for step in (0, 1):
         before = {name: param.detach().clone() for name, param in made.full_parameters().items()}
         with ByteMeter() as meter:
-            messages = _of_a_step(made, compare.micro_batches_of_rank(step, num_micro_batches))
+            messages = _of_a_step(made, trials.micro_batches_of_rank(step, num_micro_batches))
         after = {name: param.detach() for name, param in made.full_parameters().items()}
         gradients.append({name: _projected(before[name] - after[name]) / LR for name in before})
     return {

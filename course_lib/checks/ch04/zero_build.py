@@ -7,17 +7,18 @@ from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
+from course_lib.compare import trials
+from course_lib.compare.record import Record
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import layer_units
-from course_lib.minimal import compare
 from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 from course_lib.model import build
 
-NUM_PARAMS = count_parameters(compare.CONFIG)
+NUM_PARAMS = count_parameters(trials.CONFIG)
 MOST_MESSAGES = -(-NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
-UNIT_BYTES = 2 * max(layer_units(compare.CONFIG))  # in bfloat16
+UNIT_BYTES = 2 * max(layer_units(trials.CONFIG))  # in bfloat16
 SAYS = {
     STEP.format("one step of SGD", "1 micro-batch"): (
         "is every gradient complete before update, and every parameter new after it?"
@@ -65,9 +66,9 @@ def watch_buckets(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches > 1:
         return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
-    made = answer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
+    made = answer(build(trials.CONFIG, dtype=torch.bfloat16), trials.master_adamw, dist.group.WORLD)
     with ByteMeter() as meter:
-        made.backward(compare.micro_batches_of_rank(0, 1))
+        made.backward(trials.micro_batches_of_rank(0, 1))
     scatters = meter.calls.get("reduce_scatter", 0)
     left = sum(param.grad.nbytes for param in made.model.parameters() if param.grad is not None)
     return seen | {
@@ -165,10 +166,12 @@ class AllReducesFirst(Zero3):
 def watch_zero3(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches == 1:
-        held, timeline = compare._memory(answer, compare.SEQ_LEN, 1)
+        record = Record()
+        trials.count_bytes(record, answer, *(trials.micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
+        held = record.held
         for kind in ("optimizer", "gradients", "parameters"):
             seen[f"bytes of {kind} at the end of backward"] = Cost(held[kind], 0.1 * held[kind])
-        seen["bytes at the peak"] = Cost(timeline.peak_bytes, 2 * UNIT_BYTES)
+        seen["bytes at the peak"] = Cost(record.timeline.peak_bytes, 2 * UNIT_BYTES)
         seen["bytes when backward is over"] = Cost(sum(held.values()), UNIT_BYTES)
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 

@@ -4,7 +4,8 @@ from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
-from course_lib.minimal import compare
+from course_lib.compare.record import Record
+from course_lib.compare.trials import count_bytes, micro_batches_of_rank
 from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.parallel import tensor as engine_of
 from course_lib.parallel.engine import full_parameters
@@ -96,8 +97,9 @@ class FBeforeEachColumn(WithoutF):
 def watch(answer, num_micro_batches):
     seen = {"same_tokens": getattr(answer, "same_tokens", False)} | trained(answer, num_micro_batches)
     if num_micro_batches == 1:
-        held, _ = compare._memory(answer, compare.SEQ_LEN, 1)
-        kinds = ("parameters", "gradients", "optimizer")
+        record = Record()
+        count_bytes(record, answer, *(micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
+        held, kinds = record.held, ("parameters", "gradients", "optimizer")
         seen["bytes held at the end of backward"] = {kind: Cost(held[kind], 0.02 * held[kind]) for kind in kinds}
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 

@@ -11,8 +11,9 @@ from course_lib.checks.ch08.pipeline_schedules import limited, scheduled
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather_json
+from course_lib.compare.trials import PIPELINE_CONFIG as CONFIG
+from course_lib.compare.trials import one_process, pipeline_micro_batches
 from course_lib.measure import ByteMeter
-from course_lib.minimal.compare_pipeline import CONFIG, micro_batches_of_step, one_process
 from course_lib.minimal.one_f_one_b import PipelineRank, afab, naive
 from course_lib.minimal.one_f_one_b import one_f_one_b as lists_of_1f1b
 from course_lib.model import build
@@ -112,7 +113,10 @@ class WaitsForEachSend(InOrder):
         dist.send(x_BSD, dst)
 
 
-_one_process = cache(one_process)
+@cache
+def _one_process(count):
+    _, model = one_process(CONFIG, [pipeline_micro_batches(count)])
+    return {name: param.grad for name, param in model.named_parameters()}
 
 
 def inputs(rng):
@@ -127,7 +131,7 @@ def watch(answer, count):
         next(block.parameters()).register_post_accumulate_grad_hook(
             lambda _, block=block: words.append(f"B {id(block)}")
         )
-    worker = answer(model, micro_batches_of_step(count))
+    worker = answer(model, pipeline_micro_batches(count))
     with ByteMeter() as meter, recorded_calls() as calls:
         worker.step()
     mine = {name: param.grad for name, param in worker.stage.named_parameters() if param.grad is not None}
