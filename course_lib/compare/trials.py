@@ -492,16 +492,8 @@ def rows_between(run: Sequence[Record]) -> list[list[int]]:
 # --- several axes at once
 
 _MOE = preset("toy-moe")
-AXES_CONFIG = replace(
-    _MOE,
-    name="small-moe",
-    num_layers=2,
-    d_model=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    moe=replace(_MOE.moe, d_expert=16),
-)
+_SIZES = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+AXES_CONFIG = replace(_MOE, name="small-moe", moe=replace(_MOE.moe, d_expert=16), **_SIZES)
 AXES_SEQ_LEN = 32
 
 
