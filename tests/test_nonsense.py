@@ -274,6 +274,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
     "model.moe": {"limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2}},
     "model.attention": {
+        "check_choices": {"attention": "fused", "recompute": "none"},
         "fused_attention": HEADS,
         "standard_attention": HEADS,
         "drop": {"x": torch.zeros(2), "probability": 0.5},

@@ -26,8 +26,7 @@ from course_lib.launch.rendezvous import check_owned
 from course_lib.validate import Count, Size, check_fields
 
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
-ALIVE_S = 2.0  # how often the notebook shows the ranks that it is still there
-LOST_S = 60.0  # ranks that have not seen it for so long end the job
+LOST_S = 60.0  # so long after the limit of a launch its job ends by itself, if the notebook is gone
 LEAVE_S = 10.0
 CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
@@ -152,8 +151,7 @@ class SlurmWorld:
         self.exits = []
         self.job: str | None = None  # not handed in yet
         self.state, self.reason = "PENDING", "None"
-        self._asked_at = self._shown_at = -math.inf
-        (folder / "ranks" / "alive").touch()
+        self._asked_at = -math.inf
         FileLink(folder / "ranks" / "master").make()
 
     def submit(self, where: Slurm, timeout: float, settings: _rank.Settings) -> None:
@@ -179,12 +177,8 @@ class SlurmWorld:
         self.job = f"Slurm job {job.job_id}"
 
     def look(self) -> None:
-        """Ask Slurm how the job is, and show the ranks that the notebook is still there; not too often."""
-        now = time.monotonic()
-        if now - self._shown_at > ALIVE_S:
-            (self.folder / "ranks" / "alive").write_text(str(now))
-            self._shown_at = now
-        if now - self._asked_at > STATE_S:
+        """Ask Slurm how the job is; not too often."""
+        if time.monotonic() - self._asked_at > STATE_S:
             said = _ask("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%T|%r")
             if said is not None:
                 self.state, _, self.reason = (said.strip() or "GONE|no trace of it").partition("|")

@@ -45,7 +45,11 @@ class RankLink(FileLink):
 
 
 def be_host(folder: str, timeout: float, lost_s: float) -> None:
-    """Be the host of this task's rank until the rank has ended. Called by submitit in every task."""
+    """Be the host of this task's rank until the rank has ended. Called by submitit in every task.
+
+    The notebook ends the job at the launch's limit; if it is gone, the job ends itself lost_s later.
+    """
+    give_up = time.monotonic() + timeout + lost_s
     rank, ranks = int(os.environ["SLURM_PROCID"]), Path(folder)
     to_notebook = RankLink(rank, ranks / f"{rank}.said")
     to_notebook.send("node", os.environ["SLURMD_NODENAME"])
@@ -54,18 +58,18 @@ def be_host(folder: str, timeout: float, lost_s: float) -> None:
     if child == 0:
         be_rank(ranks, timeout, to_notebook, to_host)
     try:
-        code = attend(child, ranks, to_notebook, to_rank, lost_s)
-    except BaseException:  # such as the folder gone, when the host of rank 0 has found the notebook lost
+        code = attend(child, ranks, to_notebook, to_rank, give_up)
+    except BaseException:  # such as the folder gone
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         raise
     if code is not None:
         frames = stack(ranks / f"{rank}.stack")
         to_notebook.send("failed", _rank.Failure("died", time.time(), [(frames, "")] if frames else [], code))
-        wait_for_the_end(ranks, lost_s)  # the notebook asks the other ranks where they stand, then it ends the job
+        time.sleep(max(0.0, give_up - time.monotonic()))  # the notebook asks where the others stand, then ends the job
 
 
-def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, lost_s: float) -> int | None:
+def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, give_up: float) -> int | None:
     """Wait for the end of the rank, and answer for it. Its exit code if it ended without being asked to."""
     asked_to_end = []
 
@@ -76,7 +80,7 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's notice that the job's time is nearly over
     place = ranks / f"{to_notebook.rank}.where"
-    questions, notebook = FileLink(ranks / f"{to_notebook.rank}.asked"), Notebook(ranks, lost_s)
+    questions = FileLink(ranks / f"{to_notebook.rank}.asked")
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -93,41 +97,11 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, 
                 to_rank.send(question)
                 time.sleep(2 * POLL_S)  # faulthandler writes at once, whatever the rank is doing
                 to_notebook.send("where", stack(place), to_rank.recv() if to_rank.poll() else "")
-        if notebook.is_lost():
+        if time.monotonic() > give_up:
             os.killpg(child, signal.SIGKILL)
-            notebook.end_job(to_notebook.rank)
-        time.sleep(POLL_S)
-
-
-class Notebook:
-    """Whether the notebook process is still there. It changes a file every few seconds; no clock is compared."""
-
-    def __init__(self, ranks: Path, lost_s: float):
-        self._ranks = ranks
-        self._lost_s = lost_s
-        self._seen = b""
-        self._seen_at = self._looked_at = time.monotonic()
-
-    def is_lost(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked_at > self._lost_s / 10:
-            self._looked_at = now
-            with contextlib.suppress(FileNotFoundError):  # gone: nobody will change it again
-                content = (self._ranks / "alive").read_bytes()
-                if content != self._seen:
-                    self._seen, self._seen_at = content, now
-        return now - self._seen_at > self._lost_s
-
-    def end_job(self, rank: int) -> None:
-        """Nobody waits for this job any more: end it (srun ends all tasks when one fails), and leave no files."""
-        if rank == 0:
-            shutil.rmtree(self._ranks.parent, ignore_errors=True)
-        sys.exit(f"the notebook has given no sign of life for {self._lost_s:g} s")
-
-
-def wait_for_the_end(ranks: Path, lost_s: float) -> None:
-    notebook = Notebook(ranks, lost_s)
-    while not notebook.is_lost():
+            if to_notebook.rank == 0:
+                shutil.rmtree(ranks.parent, ignore_errors=True)  # nobody waits for these files
+            sys.exit("the notebook is gone")  # srun ends all tasks when one fails
         time.sleep(POLL_S)
 
 

@@ -230,11 +230,10 @@ def _modules_of_stages(run: Run) -> list[list[str]]:
 
 
 def _need_megatron(run: Run, file: File) -> Mapping[str, object]:
-    layout, is_fp32 = run.layout, recipe_of(run.recipe).name == "fp32"
-    whole_rows = run.config.moe is not None and layout.tp > 1 and not layout.sequence_parallel
+    layout, is_cut = run.layout, run.config.moe is not None and run.layout.tp > 1
     checks = {
-        "context parallelism in fp32": layout.cp > 1 and is_fp32,
-        "experts beside tp without sequence parallelism": whole_rows,
+        "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
+        "experts beside tp without sequence parallelism": is_cut and not layout.sequence_parallel,
     }
     return _need(file, run, checks)
 
@@ -247,6 +246,7 @@ def _megatron(run: Run, gpus_per_node: int) -> str:
     """
     config, layout, moe, file = run.config, run.layout, run.config.moe, ENGINES["megatron"].file
     precision, llama = _need_megatron(run, file), config.family == "llama"
+    is_virtual = layout.schedule == "interleaved" and layout.pp > 1
     return _fill(
         "megatron.args",
         run,
@@ -263,9 +263,7 @@ def _megatron(run: Run, gpus_per_node: int) -> str:
         aux_coefficient=moe.aux_coefficient if moe and moe.balancing == "aux_loss" else None,
         expert_tp=1 if layout.folded else layout.tp,
         sharding={2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero_stage),
-        virtual_stage=config.num_layers // layout.num_stages
-        if layout.schedule == "interleaved" and layout.pp > 1
-        else None,
+        virtual_stage=config.num_layers // layout.num_stages if is_virtual else None,
         recompute=None if layout.recompute == "none" else layout.recompute,
         full=layout.recompute == "full",
     )
@@ -481,11 +479,7 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
     layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
     kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
-    reshard, recompute, machines = (
-        layout.zero_stage == 3,
-        layout.recompute == "full",
-        _nodes(run, gpus_per_node),
-    )
+    reshard, recompute, machines = layout.zero_stage == 3, layout.recompute == "full", _nodes(run, gpus_per_node)
     fields = accelerate_fsdp2(wrap, layout.world_size, reshard, precision, recompute=recompute, machines=machines)
     steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
     return _in_your_script(run) + steps + _yaml(fields)
@@ -530,21 +524,11 @@ def _course_command(run: Run, gpus_per_node: int) -> str:
     return f"{start} {several}-m course_lib.train {trainer} {precision}\n"
 
 
-SBATCH = """#!/bin/bash
-#SBATCH --job-name=course
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={cores}
-#SBATCH --gpus-per-node={gpus}
-export HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 {command}"""
-
-
 def _sbatch(run: Run, gpus_per_node: int) -> str:
     """Return a batch script for Slurm: one torchrun a node, with 8 cores for each GPU."""
-    nodes = _nodes(run, gpus_per_node)
+    nodes, command = _nodes(run, gpus_per_node), _course_command(run, gpus_per_node)
     gpus = run.layout.world_size // nodes
-    return SBATCH.format(nodes=nodes, cores=8 * gpus, gpus=gpus, command=_course_command(run, gpus_per_node))
+    return _fill("course.sbatch", run, nodes=nodes, cores=8 * gpus, gpus=gpus, command=command.rstrip())
 
 
 # ---- the files

@@ -224,6 +224,16 @@ def test_the_largest_micro_batch_of_a_model_in_no_fit_is_near_the_published_one(
     assert all(abs(ours - theirs) <= 1 for ours, theirs in zip(largest, (4, 10, 20), strict=True)), largest
 
 
+@pytest.mark.parametrize(("network", "waits"), [("ib-ndr400", (0, 0)), ("efa-measured", (1, 0))])
+def test_stage_3_of_8b_on_512_gpus_waits_where_lesson_04_says_so(network, waits):
+    """There 512 GPUs need 2,442 tokens each over NDR, and 40,240 over the measured EFA: here 4,096 and 40,960."""
+    cluster = Cluster(gpu("h100-80g"), link("nvlink4"), link(network))
+    layouts = [Layout(dp=512, zero_stage=3, micro_batch=size) for size in (1, 10)]
+    found = [estimate(Run(preset("llama-3.1-8b"), layout, 4096), cluster).seconds_by_part for layout in layouts]
+    assert tuple(parts["data"] > 5 * parts["compute"] for parts in found) == waits
+    assert all(wait or parts["data"] == 0 for parts, wait in zip(found, waits, strict=True))
+
+
 # ---- beside what was published and measured: the figures of the document
 
 

@@ -289,6 +289,24 @@ def test_small_tensors_of_different_shapes_hang_and_each_rank_says_its_own():
     assert max(map(len, said.splitlines())) <= 100
 
 
+def sum_against(other: str) -> None:
+    x_2 = torch.ones(2)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x_2)
+    elif other == "reduce":
+        dist.reduce(x_2, 0)
+    elif other == "all_gather":
+        dist.all_gather([torch.empty(2), torch.empty(2)], x_2)
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("other", ["reduce", "all_gather", "barrier"])  # lesson 00 shows it with broadcast
+def test_equal_shapes_hang_where_operations_differ(other):
+    told = r"inside all_reduce of float32\[2\]", rf"rank 1 stood at .*dist\.{other}\("
+    hang_text(functools.partial(sum_against, other), 2, *told)
+
+
 def test_tensors_are_told_by_dtype_and_shape_and_equal_ones_of_a_list_once():
     x_2 = torch.zeros(2, dtype=torch.bfloat16)
     assert _rank.tensor_text(x_2) == "bfloat16[2]" and _rank.tensor_text([x_2, x_2]) == "2 x bfloat16[2]"

@@ -9,11 +9,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.compare.one_gpu import peak_of_trace
 from course_lib.config import ModelConfig
 from course_lib.measure import MemoryTracker
 from course_lib.measure.storages import local_tensors, returns_fresh_storage
 from course_lib.measure.tracker import KINDS
-from course_lib.minimal.peaks import peak_of_trace
 from course_lib.model import Llama, build
 from course_lib.training import loss_of, make_optimizer, train_step
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from course_lib import model
 from course_lib.authoring import ROOT, read
+from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
 from course_lib.hardware import LINKS, Cluster, gpu
 from course_lib.launch import launch
@@ -24,7 +25,6 @@ from course_lib.memory.states import RECIPES
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING, ladder
 from course_lib.minimal.memory import block_saved_bytes
-from course_lib.minimal.passes import PASS_CONFIG
 from course_lib.minimal.planner import cuts
 from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, COMPUTE_COLOR, KIND_COLORS, OKABE_ITO
 from course_lib.parallel import engine as engines

@@ -197,9 +197,8 @@ def test_a_job_that_waits_can_be_interrupted_and_one_that_would_wait_for_ever_do
 def test_the_job_of_a_notebook_that_is_gone_ends_itself(folder):
     kernel = Kernel()
     kernel.show(SETUP.format(folder=str(folder)) + "from course_lib.launch import _slurm; _slurm.LOST_S = 4.0")
-    kernel.start(
-        "launch(lambda: (print('up'), time.sleep(100)), 2, where=dataclasses.replace(where, nodes=1), live=True)"
-    )
+    where = "where=dataclasses.replace(where, nodes=1)"
+    kernel.start(f"launch(lambda: (print('up'), time.sleep(100)), 2, {where}, live=True, timeout=6)")
     wait_for_output(kernel, "up")
     kernel.stop()
     assert queue("--states=RUNNING") != ""
