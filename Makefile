@@ -49,7 +49,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
-        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -184,10 +184,6 @@ test-grading: setup  ## nbgrader and course grade on all chapters: right, untouc
 test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 1 to 3, against one process
 	@$(RUN) -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,deepspeed]"
 	$(RUN) -m pytest -rs tests/native/test_deepspeed.py tests/plan/test_plan_export.py
-
-test-clients: setup  ## TensorBoard, Weights & Biases and trackio get the trainer's log: the real clients, offline
-	@$(RUN) -c 'import tensorboard, wandb, trackio' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,tensorboard,wandb,trackio]"
-	$(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/train/test_train_clients.py
 
 test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual nodes (Debian or Ubuntu, as root)
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"

@@ -33,7 +33,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     weights/       weights in files, and which boxes of them a rank holds
     checkpoint/    an engine's state saved under one layout and loaded under any other
     simulate/      one rank of thousands, in one process
-    compare/       predicted beside measured
+    compare/       lessons' programs beside one process; predicted beside measured
     train/         the trainer
     labs/          what to run on a real cluster for a chapter, and what was measured there
     cluster/       a site before a long job: what it is like, and whether its nodes and links are well

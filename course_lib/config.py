@@ -6,7 +6,7 @@ Nothing here builds a tensor; `course_lib.model.build` does. Every preset's para
 the model that `transformers` builds from the same shape on the meta device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -39,6 +39,25 @@ class RopeScaling:
                 f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor}): "
                 "what lies between is stretched in part; Llama 3.1 has 4.0 and 1.0"
             )
+
+
+@checked
+def check_groups(num_experts: Size, top_k: Size, num_groups: Size = 1, max_groups: Size | None = None) -> None:
+    """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
+    max_groups = num_groups if max_groups is None else max_groups
+    if num_experts % num_groups:
+        fitting = ", ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by num_groups ({num_groups}); choose from {fitting}"
+        )
+    if not 1 <= max_groups <= num_groups:
+        raise ValueError(f"max_groups is {max_groups}; required: 1 to num_groups ({num_groups})")
+    reachable = num_experts // num_groups * max_groups
+    if top_k > reachable:
+        raise ValueError(
+            f"top_k ({top_k}) exceeds the {reachable} experts that a token can choose from ({max_groups} of "
+            f"{num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,33 +95,13 @@ class MoeConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}): a token uses an expert once; "
-                f"choose top_k from 1 to {self.num_experts}"
-            )
+        if self.max_groups is None:
+            object.__setattr__(self, "max_groups", self.num_groups)
+        check_groups(self.num_experts, self.top_k, self.num_groups, self.max_groups)
         if self.top_k == 1 and self.normalise_weights:
             raise ValueError(
                 "normalise_weights with top_k 1 makes every weight 1, so that the loss teaches the router nothing; "
                 "use normalise_weights=False"
-            )
-        self._check_groups()
-
-    def _check_groups(self):
-        if self.num_experts % self.num_groups:
-            raise ValueError(
-                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups}); "
-                "choose a divisor"
-            )
-        if self.max_groups is None:
-            object.__setattr__(self, "max_groups", self.num_groups)
-        if not 1 <= self.max_groups <= self.num_groups:
-            raise ValueError(f"max_groups is {self.max_groups}; required: 1 to num_groups ({self.num_groups})")
-        reachable = self.max_groups * self.num_experts // self.num_groups
-        if self.top_k > reachable:
-            raise ValueError(
-                f"top_k ({self.top_k}) exceeds the {reachable} experts in max_groups ({self.max_groups}) groups of "
-                f"{self.num_experts // self.num_groups}; raise max_groups or lower top_k"
             )
 
 
@@ -317,73 +316,28 @@ PRESETS: dict[str, ModelConfig] = {
 # toy-moe and mini-moe are ours: a token uses as many parameters of experts as of toy's and mini's MLPs. Mixtral 8x7B:
 # config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088). DeepSeek-V3: the same, arXiv:2412.19437;
 # without multi-token prediction, YaRN and the small loss of balance within a sequence.
+_DEEPSEEK_MOE = MoeConfig(
+    256, 8, d_expert=2048, num_shared_experts=1, score="sigmoid", balancing="bias", num_groups=8, max_groups=4,
+    routed_scale=2.5, first_dense_layers=3,
+)  # fmt: skip
 MOE_PRESETS: dict[str, ModelConfig] = {
     config.name: config
     for config in (
+        replace(PRESETS["toy"], name="toy-moe", moe=MoeConfig(8, 2, d_expert=96, balancing="aux_loss")),
+        replace(PRESETS["mini"], name="mini-moe", moe=MoeConfig(8, 2, d_expert=320, balancing="aux_loss")),
         ModelConfig(
-            "toy-moe",
-            4,
-            64,
-            num_heads=8,
-            num_kv_heads=4,
-            d_ff=192,
-            vocab_size=256,
-            max_seq_len=256,
-            moe=MoeConfig(num_experts=8, top_k=2, d_expert=96, balancing="aux_loss"),
+            "mixtral-8x7b", 32, 4096, num_heads=32, num_kv_heads=8, d_ff=14_336, vocab_size=32_000, max_seq_len=32_768,
+            rope_theta=1e6, moe=MoeConfig(8, 2, d_expert=14_336, balancing="aux_loss", aux_coefficient=0.02),
         ),
         ModelConfig(
-            "mini-moe",
-            4,
-            256,
-            num_heads=8,
-            num_kv_heads=4,
-            d_ff=640,
-            vocab_size=256,
-            max_seq_len=512,
-            moe=MoeConfig(num_experts=8, top_k=2, d_expert=320, balancing="aux_loss"),
-        ),
-        ModelConfig(
-            "mixtral-8x7b",
-            32,
-            4096,
-            num_heads=32,
-            num_kv_heads=8,
-            d_ff=14_336,
-            vocab_size=32_000,
-            max_seq_len=32_768,
-            rope_theta=1e6,
-            moe=MoeConfig(8, 2, d_expert=14_336, balancing="aux_loss", aux_coefficient=0.02),
-        ),
-        ModelConfig(
-            "deepseek-v3",
-            61,
-            7168,
-            num_heads=128,
-            num_kv_heads=128,
-            d_ff=18_432,
-            vocab_size=129_280,
-            max_seq_len=163_840,
-            head_dim=192,
-            norm_eps=1e-6,
-            moe=MoeConfig(
-                256,
-                8,
-                d_expert=2048,
-                num_shared_experts=1,
-                score="sigmoid",
-                balancing="bias",
-                num_groups=8,
-                max_groups=4,
-                routed_scale=2.5,
-                first_dense_layers=3,
-            ),
+            "deepseek-v3", 61, 7168, num_heads=128, num_kv_heads=128, d_ff=18_432, vocab_size=129_280,
+            max_seq_len=163_840, head_dim=192, norm_eps=1e-6, moe=_DEEPSEEK_MOE,
             mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
         ),
     )
-}
+}  # fmt: skip
 
 
-@checked
 def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
     """Raises ValueError if the model has experts or, unless `latent`, latent attention: `what` knows none."""
     if config.moe or (config.mla and not latent):
@@ -391,7 +345,6 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
         raise ValueError(f"{what} knows no {kind}, but {config.name} has; use a dense model")
 
 
-@checked
 def require_bytes(config: ModelConfig) -> None:
     """Raises ValueError unless every byte is a token of the model: training/data.py has bytes as tokens."""
     if config.vocab_size < _NUM_BYTES:

@@ -10,6 +10,9 @@
 A process that is no rank, such as a notebook's own, computes on the CPU unless it is told another device.
 """
 
+import resource
+import sys
+
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -102,3 +105,11 @@ def unpack(elements: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requ
     """Return the tensor on the device of this rank: what a function brings along from the notebook arrives there."""
     flat = torch.frombuffer(elements, dtype=dtype) if elements else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(shape).to(rank_device()).requires_grad_(requires_grad)
+
+
+def peak_memory_bytes(device: str | torch.device = "cpu") -> int:
+    """Return a GPU allocator's peak since its last reset; of a CPU the most memory that this process ever held."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -380,7 +380,6 @@ def gpu_with(
     return replace(known, **changes) if changes else known
 
 
-@checked
 def gpu_for(gpu: GPU, precision: Literal["fp32", "fp16", "bf16"]) -> GPU:
     """The GPU as a run in that precision uses it: in FP32 its products run at the rate of FP32.
 
@@ -403,7 +402,6 @@ def link(key: str) -> Link:
     return LINKS[key]
 
 
-@checked
 def link_of(text: str, inside: bool = False) -> Link:
     """A link between nodes, or inside one, by its key or by the GB/s of one direction that a ring gets for each GPU.
 
@@ -419,7 +417,6 @@ def link_of(text: str, inside: bool = False) -> Link:
     return LINKS[text]
 
 
-@checked
 def cluster_of(gpu: GPU, between: str, inside: str | None = None, per_node: Size | None = None) -> Cluster:
     """The cluster of that GPU: its own link inside a node and its usual number of GPUs, unless they are given.
 
@@ -456,7 +453,6 @@ def published_link(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BAND
     )
 
 
-@checked
 def measured_bus_bandwidth(
     num_nodes: Size,
     collective: Literal[tuple(PUBLISHED_BUS_BANDWIDTH)],
@@ -492,7 +488,6 @@ def peak_flops(gpu: GPU, precision: Literal[PRECISIONS] | None = None) -> float:
     return peak
 
 
-@checked
 def gpu_of_device(device_name: str, total_bytes: Positive | None = None) -> GPU | None:
     """The GPU that CUDA calls `device_name` ("NVIDIA H100 80GB HBM3"); None if the course has no numbers for it.
 

@@ -102,28 +102,12 @@ def _shape(name: str, told: object, seq_len: int) -> Shape:
     if "experts" in told:
         if not {"top_k", "expert_ffn"} <= set(told):
             raise ValueError(f"model {name!r} has experts; required beside: top_k, expert_ffn")
-        moe = MoeConfig(
-            told["experts"],
-            told["top_k"],
-            told["expert_ffn"],
-            told.get("shared_experts", 0),
-            normalise_weights=told["top_k"] != 1,
-            first_dense_layers=told.get("dense_layers", 0),
-            every=told.get("expert_every", 1),
-        )
+        sizes = (told["experts"], told["top_k"], told["expert_ffn"], told.get("shared_experts", 0))
+        where = {"first_dense_layers": told.get("dense_layers", 0), "every": told.get("expert_every", 1)}
+        moe = MoeConfig(*sizes, normalise_weights=told["top_k"] != 1, **where)
+    more = {key: told[key] for key in ("head_dim", "qk_norm", "family") if key in told}
     sizes = (layers, hidden, heads, kv_heads, ffn, vocab, seq_len)
-    return Shape(
-        ModelConfig(
-            name,
-            *sizes,
-            tied=tied,
-            head_dim=told.get("head_dim"),
-            moe=moe,
-            mla=mla,
-            qk_norm=told.get("qk_norm", False),
-            family=told.get("family", "llama"),
-        )
-    )
+    return Shape(ModelConfig(name, *sizes, tied=tied, moe=moe, mla=mla, **more))
 
 
 # --- config.json of transformers

@@ -26,6 +26,7 @@ import json
 import math
 import numbers
 import tempfile
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -175,6 +176,17 @@ def read_json(path: str | Path) -> object:
         raise ValueError(f"{path} cannot be read: {error.strerror}; give another") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+def read_toml(path: Path) -> dict:
+    """Return what a table of the package's own holds, its lists as tuples: the fields of frozen records."""
+
+    def as_fields(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: as_fields(entry) for name, entry in value.items()}
+        return tuple(map(as_fields, value)) if isinstance(value, list) else value
+
+    return as_fields(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def json_lines(text: str) -> list[dict]:

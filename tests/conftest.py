@@ -61,5 +61,5 @@ def _only_marked_tests_start_processes(request, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError(f"{Path(request.node.path).name} starts a process: mark its tests with launches")
 
-    monkeypatch.setattr("course_lib.launch._processes.start_world", refuse)
+    monkeypatch.setattr("course_lib.launch._processes.World", refuse)
     monkeypatch.setattr(subprocess, "Popen", refuse)

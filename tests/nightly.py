@@ -26,7 +26,6 @@ TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-processors": (NOTEBOOKS,),
     "test-browser": ("course_lib/widgets", "course_lib/panels", NOTEBOOKS, "tests/browser"),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
-    "test-clients": ("course_lib/train", "tests/train"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
     "test-deepspeed": ("course_lib/native", "tests/native"),
     "test-newest": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),

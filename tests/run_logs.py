@@ -44,3 +44,12 @@ def write(folder: Path, rank: int, lines: list[dict], age_s: float = 0.0, pid: i
 
 def steps(rank: int, number: int, own_s: float = 0.2) -> list[dict]:
     return [line(rank, step, own_s) for step in range(number)]
+
+
+def losses_of(path: Path) -> dict[int, list[float]]:
+    """Step -> its loss, or several where it was repeated."""
+    losses: dict[int, list[float]] = {}
+    for said in train_log.read(path):
+        if "loss" in said:
+            losses.setdefault(said["step"], []).append(said["loss"])
+    return losses

@@ -21,7 +21,7 @@ def nbgrader(course: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "nbgrader", *arguments, f"--CourseDirectory.root={course}"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # nbgrader calls alembic by its name
     environment = {**os.environ, "PATH": path}
-    run = subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stderr
 

@@ -185,10 +185,7 @@ def test_bandwidth_over_nodes_is_of_the_link_that_was_measured():
     ("call", "message"),
     [
         (lambda: gpu("h1000"), "GPU is 'h1000'; did you mean 'h100'. choose from t4, l4"),
-        (
-            lambda: gpu("a100"),
-            "GPU is 'a100', of which there are several: a100-pcie-40, a100-pcie-80, a100-40",
-        ),
+        (lambda: gpu("a100"), "GPU is 'a100', of which there are several: a100-pcie-40, a100-pcie-80, a100-40"),
         (lambda: gpu("v100"), "GPU is 'v100', of which there are several: v100-16, v100-32; give one of them"),
         (lambda: gpu_with("mine"), "GPU is 'mine'; .*; or give memory, tflops and bandwidth of another"),
         (lambda: gpu_with("mine", 48), "GPU 'mine' is in no table: give its tflops and bandwidth too"),

@@ -35,7 +35,7 @@ FLOORS = read_map(course_lib.__doc__)
 def lint(root: Path) -> str:
     """What import-linter says of the package in a folder."""
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=root).stdout
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=root).stdout
 
 
 def test_the_map_names_every_folder_and_file_at_the_top_and_no_other():
@@ -91,7 +91,7 @@ def test_arithmetic_imports_without_torch_numpy_and_yaml_in_a_third_of_a_second(
 
     def seconds(names: list[str]) -> float:
         command = [sys.executable, "-c", block + load.format(names)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=compiled)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=compiled)
         assert run.returncode == 0, run.stderr[-3000:]
         return float(run.stdout)
 
@@ -113,5 +113,5 @@ def test_everything_but_the_widgets_imports_without_jupyter():
     code = "import importlib, sys\n"
     code += "for name in ('ipywidgets', 'IPython', 'jupyterlab', 'nbformat', 'nbclient'): sys.modules[name] = None\n"
     code += f"for name in {modules}: importlib.import_module(name)\n"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]

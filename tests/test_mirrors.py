@@ -62,11 +62,22 @@ def test_a_name_that_is_not_in_the_package_is_told(root):
     assert "not defined" in authoring.mirror_problems(mirror("", "tripz"), root)[0]
 
 
-def test_docstrings_and_comments_are_set_aside_and_anything_else_is_drift(root):
+def test_comments_and_docstrings_that_are_left_out_are_set_aside_and_anything_else_is_drift(root):
     same = "@staticmethod\ndef trips(world_size: int) -> int:\n    return 2 * (world_size - 1)  # two trips"
     assert authoring.mirror_problems(mirror(same, "trips"), root) == []
     for changed in (same.replace("2 *", "1 *"), same.replace("@staticmethod\n", ""), same.replace(" -> int", "")):
         assert "differs from course_lib.ring.trips" in authoring.mirror_problems(mirror(changed, "trips"), root)[0]
+
+
+def test_a_docstring_is_the_beginning_of_the_package_s_however_it_is_wrapped(root):
+    def told(docstring):
+        source = (
+            f'@staticmethod\ndef trips(world_size: int) -> int:\n    """{docstring}"""\n    return 2 * (world_size - 1)'
+        )
+        return authoring.mirror_problems(mirror(source, "trips"), root)
+
+    assert told("How many trips\n    a ring makes.") == told("How many trips.") == []
+    assert "differs from course_lib.ring.trips" in told("How many bytes a ring sends.")[0]
 
 
 def test_tag_and_first_line_go_together(root):

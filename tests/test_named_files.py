@@ -13,7 +13,7 @@ from course_lib.authoring import ROOT
 
 pytestmark = pytest.mark.launches  # git lists the files
 
-NAMED = re.compile(r"(?<![\w/.*<{}\-])[\w./-]*\w\.(?:py|ipynb|md)\b(?!\.|\w)")
+NAMED = re.compile(r"(?<![\w/.*<{}\-])[\w./-]*\w\.(?:py|ipynb|md)\b(?!\.\w)")
 PLACEHOLDER = re.compile(r"NN|NAME")
 # Files of other programs, whose names stand where the course says what it has from them; and what the reader writes.
 FOREIGN = (
@@ -67,7 +67,7 @@ def test_every_file_that_a_docstring_or_a_document_names_is_there():
 
 
 def test_a_name_of_a_file_that_is_gone_is_found():
-    text = "The words are those of no_such_file.py; see docs/NO_SUCH_PAGE.md, README.md and NN_name.ipynb."
+    text = "The words are those of no_such_file.py; see README.md, NN_name.ipynb and docs/NO_SUCH_PAGE.md. Then go on."
     assert missing(text, ROOT, files()) == ["no_such_file.py", "docs/NO_SUCH_PAGE.md"]
 
 

@@ -5,7 +5,6 @@ zero or absurdly large. What comes back must be a ValueError or TypeError in one
 once. What may be zero, or any text, is accepted.
 """
 
-import dataclasses
 import inspect
 import linecache
 import math
@@ -39,15 +38,11 @@ from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
-from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
-from course_lib.schedules import Costs, make, simulate
-from course_lib.simulate.two_hosts import MEASURED
+from course_lib.schedules import make, simulate
 from course_lib.span import Span
 from course_lib.timing.failures import Failures
-from course_lib.train import TrainPlan
-from course_lib.train.options import Options
-from course_lib.training.precision import Precision
+from course_lib.validate import checked
 
 LIMIT_S = 2.0  # of CPU time, refused or done; usually milliseconds
 HUGE = 10**15
@@ -110,11 +105,9 @@ def in_floats(record) -> dict:
 
 # What a parameter of that name is in a call that works.
 VALUES = {
-    "attention": "fused",
     "cluster": Cluster(gpu("h100"), link("nvlink4"), link("efa")),
     "failures": Failures(100.0, 10.0, 10.0),
     "mtbf_of_gpu_s": 1e6,
-    "interval_s": 100.0,
     "forward_s": 1.0,
     "backward_s": 2.0,
     "comm_s": 1.0,
@@ -140,31 +133,19 @@ VALUES = {
     "lora": LoRA(4),
     "states": StateBytes(8, 8, 16),
     "offload": Offload(),
-    "tp": 2,
-    "method": "ring",
-    "axis": "tp",
     "batch_size": 4,
     "config": preset("toy"),
-    "costs": Costs(),
     "count": 2,
-    "cp": 2,
-    "cp_rank": 0,
     "cp_size": 2,
-    "capacity": 2,
-    "clip": False,
     "d_expert": 64,
     "d_ff": 64,
     "d_model": 64,
-    "dp": 2,
-    "dp_rank": 0,
     "dp_size": 2,
-    "ep_size": 2,
     "flats": [],
     "folder": "runs",
     "gpu": gpu("h100"),
     "index": 0,
     "itemsize": 4,
-    "instruction": SCHEDULE.instructions[0][0],
     "key": "h100",
     "key_rank": 1,
     "layout": Layout(dp=2),
@@ -180,26 +161,17 @@ VALUES = {
     "num_layers": 2,
     "num_micro_batches": 4,
     "num_processes": 8,
-    "num_ranks": 2,
     "sequence_sharding": "zigzag",
     "payload_bytes": 64,
-    "plan": TrainPlan(),
     "pp": 2,
-    "precision": "bf16",
     "query_rank": 0,
-    "rank": 0,
     "ranks_per_node": 2,
-    "recompute": "none",
-    "routing": ROUTING,
     "run": RUN,
-    "rows": ["F0 B0"],
     "schedule": SCHEDULE,
     "seq_len": 64,
     "shard_len": 8,
     "simulation": simulate(SCHEDULE),
     "stage": 0,
-    "stages": [0],
-    "step": 3,
     "table": [[1, 2], [3, 4]],
     "text": "F0 B0",
     "title": "a picture",
@@ -210,9 +182,7 @@ VALUES = {
     "tp_size": 2,
     "v": 1,
     "vocab_size": 256,
-    "word": "F0",
     "world_size": 4,
-    "where": "here",
     "x_BS": torch.zeros(4, 8, dtype=torch.long),
     "y_BS": torch.zeros(4, 8, dtype=torch.long),
 }
@@ -224,21 +194,17 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "MlaConfig": {"q_rank": 8, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "value_dim": 8},
         "RopeScaling": {"factor": 8.0},
         "preset": {"name": "toy"},
-        "require_dense": {"what": "it"},
     },
     "schedules.builders": {"check_interleaved": {"v": 2}},
     "schedules.instructions": {
         "Schedule": {"rank_of_stage": (0, 1), "instructions": SCHEDULE.instructions},
         "from_lists": {"rows": [["F0", "B0"]]},
-        "is_idle": "any word is idle or not",
     },
-    "schedules.bubbles": {"Bubble": "made by bubble"},
+    "schedules.bubbles": {},
+    "schedules.simulator": {},
     "schedules.check": {"chart_problems": {"chart": "F0 B0"}},
-    "schedules.simulator": {"Simulation": "made by simulate"},
-    "layout.mesh": {
-        "AxisLinks": "made by links_of_axes",
-    },
-    "layout.sequence_sharding": {"Tile": "made by tile"},
+    "layout.mesh": {},
+    "layout.sequence_sharding": {},
     "layout.block_pairs": {},
     "layout.partition": {
         "piece_sizes": {"size": 5, "parts": 2},
@@ -246,7 +212,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "even_layers": {"num_stages": 2},
         "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
         "check_layers": {"layers": [2, 2]},
-        "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
     "layout.experts": {"capacity_of": {"num_tokens": 8, "capacity_factor": 1.0}},
@@ -267,16 +232,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "counts_of": {"experts": ROUTES},
         "plain_rows": {"counts": ROWS, "layout": EXPERTS},
         "sent": {"rows": ROWS, "layout": EXPERTS, "row_bytes": 8},
-        "Sent": "made by sent",
-        "MoeTraffic": "made by moe_traffic",
         "moe_traffic": {"experts": ROUTES, "layout": EXPERTS},
     },
     "traffic.step": {},
-    "cluster.judge": {
-        **dict.fromkeys(("Row", "Report", "Slower"), "made by judge"),
-        "compare_seconds": {"seconds": CURVE},
-        "judge": "reads what ranks have measured",
-    },
+    "cluster.judge": {"compare_seconds": {"seconds": CURVE}, "judge": "reads what ranks have measured"},
     "cluster.site": {
         "Site": {"python": ...},  # a site's own word
         "read_site": "reads a file",
@@ -288,141 +247,62 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "probe_for": {"device": torch.device("cpu"), "folder": None, "message_mb": None},
         "pairs_of": {},
         "phases_of": {"pairs": [(0, 1), (2, 3)]},
-        **dict.fromkeys(
-            (
-                *("check_cluster", "measure", "compute_seconds", "multiply", "timed", "collective_seconds"),
-                *("link_seconds", "there_and_back", "ask_clock", "see_shared_folder", "write_note", "sees"),
-            ),
-            "called on ranks by check_cluster",
-        ),
+        "check_cluster": "called on ranks",
     },
-    "cluster.gpus": dict.fromkeys(("look_at_gpu", "ask_nvml"), "asks a GPU's driver"),
     "cluster.options": {"Check": {"layout": None, "backend": ...}},  # texts that become records, checked
-    "cluster.__main__": {
-        "run_as_script": "ends this process",
-        "run_check": "joins a world",
-        "cluster_here": "called by run_check",
-    },
     "labs.table": {"Lab": "made by the table of labs", "lab_named": {"chapter": "05"}},
     "labs.sheet": {
         "Machine": {"gpu": "h100", "nodes_link": "efa"},
-        "launch_lines": "called by sheet",
         **{name: LAB_RUN for name in ("modelled", "modelled_sent", "modelled_sums", "sheet", "compare", "form")},
     },
-    "labs.measure": {
-        **dict.fromkeys(("run_lab", "measure_layout", "measure_sum", "slowest_s", "tokens_of"), "called on ranks"),
-    },
-    "labs.__main__": {"Options": "read from the command line; run looks the chapter up", "run": "joins a world"},
     "train.options": {
         "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
         "read": "reads the command line",
-        "model_named": {"text": "toy"},
         "layout_for": {"text": "dp=2", "batch_size": None},
-        "check_world": {"world_size": 2, "engine": ...},
-        "check_folders": {"options": Options()},
     },
     "train.health": {
         "differences": {"of_ranks": [{"the loss": "1"}, {"the loss": "1"}]},
-        "same_data": {"of_ranks": [{"the tokens of dp=0": "1"}, {"the tokens of dp=1": "2"}]},
         "slowest_rank": {"seconds": RANKS, "factor": 1.2},
-        **dict.fromkeys(
-            ("compare_ranks", "numbers_of", "checksum", "gather_seconds"), "called on ranks by the trainer"
-        ),
-    },
-    "train.spikes": {
-        "batch_of_step": {"skipped": [1]},
-        **dict.fromkeys(
-            ("spike_in", "StateCopy", "host_copy", "SpikeGuard", "not_finite_on", "LossSpike"),
-            "called on ranks by the trainer",
-        ),
     },
     "train.watch": {
         **dict.fromkeys(("look", "read_run"), "read the logs in a folder"),
-        "RankNow": "made by rank_now",
-        "RunNow": "made by look",
-        "rank_now": {"lines": [], "window": 3, "now_s": 1.0},
-        "verdict": "called by look",
         "table": "called with what look returned",
-        **dict.fromkeys(("steps_of", "own_seconds", "state_of"), "called by look, with lines of a log"),
     },
-    "train.plan": {
-        "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
-        "check_ranks": {"of_ranks": [{}]},
-        "check_rollback": {"checkpoints": None},
-        "seed_step": {"coordinates": {"dp": 0}},
-    },
+    "train.plan": {},
     "training.data": {},
+    "training.offload": {},
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
-    "training.offload": {"OffloadRecord": "made by offload_activations"},
-    "model.moe": {
-        "Routing": "made by route",
-        "scores": {"logits_TE": torch.randn(6, 8), "score": "softmax"},
-        "limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2},
-        "choose": {"score_TE": torch.rand(6, 8), "bias_E": None, "config": MIXTURE.moe},
-        "weigh": {"score_TE": torch.rand(6, 8), "expert_Tk": ROUTING.expert_Tk, "config": MIXTURE.moe},
-        "capacity": {"num_tokens": 8, "config": MIXTURE.moe},
-        "keep": {"expert_Tk": ROUTING.expert_Tk, "room": 2},
-        "route": {"logits_TE": torch.randn(6, 8), "config": MIXTURE.moe},
-        "dispatch": {"x_TD": torch.randn(6, 4)},
-        "apply_experts": {"experts": [torch.nn.Identity()], "x_RD": torch.randn(2, 4), "rows": [2]},
-        "combine": {"y_RD": torch.randn(12, 4), "assignment_R": torch.arange(12)},
-        "run_experts": {"experts": torch.nn.ModuleList([torch.nn.Identity()] * 8), "x_TD": torch.randn(6, 4)},
-        "alone": {"x": torch.zeros(2)},
-        "balance_loss": {"share_TE": torch.rand(6, 8), "tokens_E": torch.ones(8)},
-        "aux_loss": {"moe": routed()},
-        "add_balancing": {"loss": torch.zeros(())},
-        "with_moe": {"config": MIXTURE, "changes": None},
-    },
+    "model.moe": {"limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2}},
     "model.attention": {
+        "check_choices": {"attention": "fused", "recompute": "none"},
         "fused_attention": HEADS,
         "standard_attention": HEADS,
-        "filled_up": {"x": torch.zeros(2), "width": 4},
-        "rotate": {"x_BNSH": torch.zeros(1, 1, 2, 4), "cos_SH": torch.ones(2, 4), "sin_SH": torch.ones(2, 4)},
         "drop": {"x": torch.zeros(2), "probability": 0.5},
-        "project": {"x_BSD": torch.zeros(2), "layers": [LINEAR]},
     },
     "model.llama": {
-        "rope_frequencies": {"device": ...},
         "rope_tables": {"positions_S": torch.arange(4), "dtype": torch.float32},
         "build": {"device": ...},  # torch's own sentence
-        "init_weights": {"seed": 0},
-        "initial_weights": {"seed": 0},
     },
     "training.precision": {
-        "LossScaler": "starts as it is",
-        "adamw_": "called by optimizers, once a tensor",
         "precision_named": {"name": "fp32"},
-        "autocast_for": {"precision": Precision(), "device": torch.device("cpu")},
         "accumulate_in_fp32": PARAMETERS,
-        "gradient_of": PARAMETER,
-        "set_gradient": PARAMETER | {"gradient": None},
-        "zero_gradients": PARAMETERS,
-        "gradient_norm": WITH_GRADIENT,
         "scale_gradients": PARAMETERS | {"factor": 0.5},
-        "clip_gradients": WITH_GRADIENT | {"max_norm": 1.0},
     },
     "training.loop": {
         "make_optimizer": {"precision": "fp32"},
         "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": ...},
         "accumulate_gradients": {"precision": None},
-        "wait_for": "devices are torch's to read",
-        "peak_memory_bytes": {"device": ...},
     },
     "flops": {"stage_flops": {"layers": [2, 2]}},
     "timing.collectives": {
-        "Tuning": "a table of the module's own",
-        "Cost": "made by collective_costs",
         **{
             name: {"name": "all_reduce", "network": link("efa"), "per_node": 2, "payload_bytes": 64.0}
-            for name in (
-                "collective_costs",
-                "fastest",
-                "collective_s",
-                "bus_bandwidth",
-            )
-        },
+            for name in ("collective_costs", "fastest", "collective_s", "bus_bandwidth")
+        }
     },
-    "timing.context": {"tokens_that_hide_a_hop": {"queries_per_key": 1.0}, "AttentionTime": "made by attention_time"},
+    "timing.context": {"tokens_that_hide_a_hop": {"queries_per_key": 1.0}},
+    "timing.step": {},
+    "timing.tensor": {},
     "timing.data": {"crossing_s": {"link_bytes": LINK_BYTES}},
     "timing.timelines": {
         "copy_spans": {"layer_s": 1.0, "copy_s": 0.5},
@@ -436,11 +316,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
         **{name: {"interval_s": 100.0} for name in ("shares", "goodput", "simulated_goodput")},
     },
     "timing.rates": {},
-    "timing.step": {"StepTime": "made by step_time"},
-    "timing.tensor": {"Part": "made by layer_parts"},
-    "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
-    "plan.option": {
-        "Option": "made by work_out",
+    "plan.job": {
+        "Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None},
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
     },
     "memory.run": {"Run": {"recipe": "fp32"}},
@@ -451,72 +328,42 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "LoRA": {"rank": 4},
     },
     "memory.budget": {
-        "Budget": "made by budgets",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
-    "memory.zero": {
-        "zero_state_bytes": {"units": [8, 4]},
-    },
+    "memory.zero": {"zero_state_bytes": {"units": [8, 4]}},
     "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
         "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
-        "show_ring": {"values": RANKS, "moments": [0]},
-        "show_mesh": {},
-        "show_node": {"host": link("pcie5")},
     },
+    "plots.concepts": {"show_concept": {"name": "merge"}},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {
         "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
-        "show_merge": {"outputs": [12.0, 30.0], "weights": [2.0, 6.0]},
         "show_work": {"shardings": ["zigzag"]},
         "show_documents": {"lengths": [2, 2], "cuts": {"contiguous": [[0, 1], [2, 3]]}},
     },
     "plots.curves": {
         "show_curves": {"lines": {"model": CURVE}, "points": {"measured": CURVE}},
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
-        "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
-    "plots.rank_traces": {
-        "show_rank_traces": {"traces": [RANK_TRACE]},
-    },
-    "measure.trace": {
-        "read_trace": "reads a file",
-        "read_traces": "reads a folder",
-        "seconds_of": {"trace": RANK_TRACE},
-        "lines_of": {"trace": RANK_TRACE},
-        **dict.fromkeys(("calls_of", "trace_step"), "called on ranks"),
-        **dict.fromkeys(("Call", "Calls", "RankTrace", "RankSeconds", "Line"), "made by the functions of the module"),
-    },
+    "plots.rank_traces": {"show_rank_traces": {"traces": [RANK_TRACE]}},
+    "measure.trace": {"seconds_of": {"trace": RANK_TRACE}, "lines_of": {"trace": RANK_TRACE}},
     "plots.data_parallel": {
         "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
-        "show_gathered": {"names": ["embedding", "block 0"]},
     },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4]},
         "show_traffic": {"rows": [[1, 2], [3, 4]], "row_bytes": 8},
         "show_balance": {"loads": {"none": [[1.0, 2.0], [2.0, 2.0]]}},
         "show_parameters": {"parameters": {"dense": (4.0, 4.0)}},
-    },
-    "plots.expert_concepts": {
-        "show_dense_and_experts": {},
-        "finer": {"kind": ExpertKind(8, 2, 0, 1.0), "parts": 2},
-        "show_expert_kinds": {"kinds": {"coarse": ExpertKind(8, 2, 0, 1.0)}},
-        "show_sorted_rows": {"expert_Tk": [[0, 1], [1, 3]]},
         "grouped_share_of_peak": {"rows": 8.0},
         "show_rows_per_expert": {"points": {"one": 8.0}},
-        "show_travelling_rows": {"expert_Tk": [[[0, 1]], [[2, 3]]], "layout": ExpertLayout(4, 2)},
-        "show_gradient_path": {"knows_gradient": True},
-        "show_two_cuts": {},
-        "show_owners": {},
     },
-    "plots.choosing": {"show_checkpoint_interval": {}, "show_two_hosts": {"rows": MEASURED}},
+    "plots.choosing": {"show_checkpoint_interval": {}},
     "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
-    "plots.five_d": {
-        "show_ranks": {},
-    },
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
@@ -524,16 +371,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
-    "plots.tensor": {
-        "show_heads": {"tp_sizes": [2, 8]},
-        "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1},
-    },
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
-    "plots.single_gpu": {
+    "plots.tiles": {
         "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},
-        "show_block": {},
-        "show_graph": {},
     },
     "plots.stages": {"show_live": {}},
     "plots.timeline": {
@@ -545,50 +386,42 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
         "claims_named": {"ids": ["C003"]},
     },
-    "claims.page": {
-        "Quiz": {"claims": (CLAIM,)},
-        "chapter_quiz": {"chapter": "04", "ids": ("C056",)},
-        **dict.fromkeys(("verdict_of", "as_lines", "as_record"), "of a claim of the ledger"),
-    },
+    "claims.page": {"Quiz": {"claims": (CLAIM,)}, "chapter_quiz": {"chapter": "04", "ids": ("C056",)}},
     "hardware": {
         "GPU": in_floats(gpu("h100")) | {"per_node": 8},
         "Link": in_floats(link("efa")) | {"measured": False, "by_nodes": True},
         "Cluster": {"inside": link("nvlink4"), "between": link("efa")},
         "link": {"key": "efa"},
-        "link_of": {"text": "efa"},
-        "cluster_of": {"between": "efa"},
-        "gpu_for": {"precision": "bf16"},
         "published_link": {"num_nodes": 2},
-        "measured_bus_bandwidth": {"num_nodes": 2, "collective": "all_gather"},
-        "gpu_of_device": {"device_name": "NVIDIA H100"},
     },
     "plan.config_files": {
         "export": {"option": work_out(JOB, Layout(dp=2))},
         "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
         "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
-        "write": "writes a file",
         "deepspeed": {"stage": 3},
     },
 }
 
 
 def public(module) -> list[str]:
+    """What checks its arguments: functions under `checked`, records that have a `__post_init__`."""
     return [
         name
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
-        and (inspect.isfunction(value) or (inspect.isclass(value) and dataclasses.is_dataclass(value)))
+        and (
+            getattr(value, "__code__", None) is OF_CHECKED
+            or (inspect.isclass(value) and hasattr(value, "__post_init__"))
+        )
         and inspect.signature(value).parameters
-        and (inspect.isclass(value) or hasattr(value, "__wrapped__") or not module.__name__.startswith(INSIDE))
         and (not module.__name__.startswith(DRAWN) or name in MODULES[module.__name__.partition(".")[2]])
     ]
 
 
+OF_CHECKED = checked(len).__code__
 # Of pictures: what notebooks call. The rest of their functions take what these make.
 DRAWN = ("course_lib.plots",)
-# Of arithmetic: what checks its arguments because notebooks name it; the rest takes what these and records checked.
-INSIDE = tuple(f"course_lib.{folder}" for folder in ("memory", "traffic", "timing", "layout", "flops"))
 
 
 def cases() -> list[tuple[str, str]]:

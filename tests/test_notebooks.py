@@ -62,6 +62,16 @@ def test_links_to_another_chapter_or_section_are_found():
     assert len(list(wrong_links(path, wrong))) == 3
 
 
+ANNOUNCED = re.compile(r"\bThe (?:next cell|cell below) (?s:.*)^##+ ", re.MULTILINE)
+
+
+def test_a_cell_that_a_text_announces_comes_before_the_next_heading():
+    early = "The next cell runs it.\n\n## 2.6 Another subject"
+    assert ANNOUNCED.search(early) and not ANNOUNCED.search("## 2.6 A subject\n\nThe next cell runs it.")
+    texts = [(path.name, cell) for path in NOTEBOOKS for cell in authoring.read(path).cells]
+    assert [(name, cell["id"]) for name, cell in texts if ANNOUNCED.search(cell.source)] == []
+
+
 def test_every_chapter_has_its_exercises_and_they_are_what_the_solutions_give():
     assert authoring.exercise_problems() == []
 

@@ -49,8 +49,10 @@ def test_every_command_of_the_readme_is_run_by_ci(command):
     assert command in steps
 
 
-def test_the_readme_names_the_two_commands_first():
+def test_the_readme_names_the_two_commands_first_with_their_minutes_and_the_quick_one():
     assert commands()[:2] == ["make lab", "make test"]
+    assert all(re.search(rf"^{command} .*minutes", README, re.MULTILINE) for command in commands()[:2])
+    assert "`make quick`" in README
 
 
 def test_the_map_has_a_line_for_every_file_of_the_package_and_everything_at_the_top():

@@ -16,13 +16,7 @@ __main__.py   fmt, mirrors, exercises, quotes, check, address
 """
 
 from course_lib.authoring.columns import without_magics
-from course_lib.authoring.exercises import (
-    exercise_from,
-    exercise_problems,
-    move_to,
-    without_solutions,
-    write_exercises,
-)
+from course_lib.authoring.exercises import exercise_from, exercise_problems, move_to, without_solutions, write_exercises
 from course_lib.authoring.form import (
     BEGIN,
     ROOT,

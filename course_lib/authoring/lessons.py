@@ -8,24 +8,6 @@ from course_lib.authoring.columns import without_magics
 from course_lib.authoring.form import code_cells, tags_of
 from course_lib.authoring.links import NAVIGATION
 
-LESSONS = (
-    "00_ranks_and_collectives",
-    "01_single_gpu_memory",
-    "02a_precision",
-    "02b_activations",
-    "02c_fine_tuning",
-    "03_data_parallel",
-    "04_zero",
-    "05_tensor_parallel",
-    "06_sequence_parallel",
-    "07_context_parallel",
-    "08_pipeline_parallel",
-    "09a_mixture_of_experts",
-    "09b_expert_parallel",
-    "10_five_d",
-    "11_finding_a_configuration",
-    "12_on_a_cluster",
-)
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells
 FEWEST_PICTURES, FEWEST_BREAKS = 5, 4

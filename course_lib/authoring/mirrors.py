@@ -33,6 +33,14 @@ def package_source(dotted: str, root: Path = ROOT) -> str:
 
     Raises   ValueError if no such name stands at the top level of that module
     """
+    node, lines = _in_package(dotted, root)
+    start, stop = _span(node)
+    kept = _with_short_docstring(node, lines)
+    return "\n".join(kept[line] for line in range(start, stop + 1) if line in kept)
+
+
+def _in_package(dotted: str, root: Path) -> tuple[ast.stmt, list[str]]:
+    """The definition, and the lines of its module."""
     module, _, name = dotted.rpartition(".")
     base = root.joinpath(*module.split("."))
     path = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
@@ -40,10 +48,7 @@ def package_source(dotted: str, root: Path = ROOT) -> str:
     node = _definitions(ast.parse(text)).get(name)
     if node is None:
         raise ValueError(f"mirrors: {dotted} is not defined at the top level of {module}; name what stands there")
-    lines = text.split("\n")
-    start, stop = _span(node)
-    kept = _with_short_docstring(node, lines)
-    return "\n".join(kept[line] for line in range(start, stop + 1) if line in kept)
+    return node, text.split("\n")
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
@@ -98,6 +103,18 @@ def _tree(node: ast.stmt) -> str:
     return ast.dump(node)
 
 
+def _agrees(here: ast.stmt, there: ast.stmt) -> bool:
+    """Whether a cell's definition is the package's, and each of its docstrings the beginning of the package's."""
+    return _tree(here) == _tree(there) and all(
+        whole.startswith(said.rstrip(".")) for said, whole in zip(_docstrings(here), _docstrings(there), strict=True)
+    )
+
+
+def _docstrings(node: ast.stmt) -> list[str]:
+    inner = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    return [" ".join((ast.get_docstring(each) or "").split()) for each in inner]
+
+
 def mirror_problems(cell, root: Path = ROOT) -> list[str]:
     """Where a mirror cell differs from the package, in words; empty if it agrees."""
     names = mirrored_names(cell)
@@ -108,11 +125,11 @@ def mirror_problems(cell, root: Path = ROOT) -> list[str]:
     for dotted in names:
         short = dotted.rpartition(".")[2]
         try:
-            there = _definitions(ast.parse(package_source(dotted, root)))[short]
+            there, _ = _in_package(dotted, root)
         except ValueError as error:
             problems.append(f"cell {cell['id']}: {error}")
             continue
-        if short not in here or _tree(here[short]) != _tree(there):
+        if short not in here or not _agrees(here[short], there):
             problems.append(f"cell {cell['id']}: differs from {dotted}; `make mirrors` rewrites the cell")
     return problems
 
@@ -125,7 +142,7 @@ def rewrite_mirror(source: str, names: list[str], root: Path = ROOT) -> str:
         if here is None:
             header, rest = ("\n".join(lines) for lines in _split_header(source))
             source = f"{header}\n{wanted}\n" + (f"\n\n{rest.lstrip()}" if rest.strip() else "")
-        elif _tree(here) != _tree(_definitions(ast.parse(wanted))[dotted.rpartition(".")[2]]):
+        elif not _agrees(here, _in_package(dotted, root)[0]):
             lines = source.split("\n")
             start, stop = _span(here)
             source = "\n".join([*lines[: start - 1], wanted, *lines[stop:]])

@@ -12,7 +12,8 @@ import nbformat
 from course_lib.authoring.address import INSTALL
 from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
 from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, is_picture, read, tags_of
-from course_lib.authoring.lessons import LESSONS, lesson_problems
+from course_lib.authoring.lessons import lesson_problems
+from course_lib.authoring.links import chapters_of
 from course_lib.authoring.mirrors import mirror_problems
 from course_lib.authoring.quotes import quote_problems
 
@@ -175,7 +176,7 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
     problems += heading_problems(nb) + link_problems(nb, path) + alone_problems(nb) + quote_problems(nb)
-    if path.parent.name == "notebooks" and path.stem in LESSONS:
+    if path.parent.name == "notebooks" and path.name in chapters_of(ROOT / "notebooks"):
         problems += lesson_problems(nb)
     setups = sum("setup" in tags_of(cell) for cell in code_cells(nb))
     if setups != (path.stem != "index"):

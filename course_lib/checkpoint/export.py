@@ -3,12 +3,11 @@
     export_safetensors(checkpoint, out)                     # one process; then from_pretrained(out) reads it
     import_safetensors(engine, folder)                      # any layout: each rank reads its pieces of the files
 
-Neither holds the whole model: an export one file's tensors (max_file_bytes), an import nothing but its own.
+An import holds nothing but a rank's own pieces, an export the whole model.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,22 +25,20 @@ from course_lib.parallel.five_d import FiveD
 from course_lib.weights.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
 from course_lib.weights.loading import Weights
 from course_lib.weights.pieces import Piece, parameters_of
-from course_lib.weights.tensor_files import INDEX, SINGLE
+from course_lib.weights.tensor_files import SINGLE
 
 # --- out
 
 
 @torch.no_grad()
-def export_safetensors(
-    checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 2 * 2**30
-) -> Path:
+def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Writes the model of a checkpoint to the folder `out`, with its config.json. One process; ranks are not needed.
 
     checkpoint   one, or a folder of them: then the last complete one
     dtype        of the files; by default that of the parameters. In another the master weights, if there are some, are
                  cast
 
-    Bytes        held: the tensors of one file
+    Bytes        held: the model, in one file
     Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
     """
     out = Path(out)
@@ -56,44 +53,23 @@ def export_safetensors(
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_tensors(path, manifest, config, dtype, partial, max_file_bytes)
+    tensors = tensors_to_write(path, manifest, config, dtype)
+    save_file(tensors, partial / SINGLE, metadata={"format": "pt"})
     (partial / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
     partial.rename(out)
     return out
 
 
-def write_tensors(path: Path, manifest: dict, config: ModelConfig, dtype, out: Path, max_file_bytes: int) -> None:
-    """model.safetensors, or several files and their index."""
-    batches = list(batches_of(config, dtype, max_file_bytes))
-    weight_map, total = {}, 0
-    for number, batch in enumerate(batches):
-        file = SINGLE if len(batches) == 1 else f"model-{number + 1:05d}-of-{len(batches):05d}.safetensors"
-        tensors = {theirs: torch.empty(shape, dtype=dtype) for theirs, (shape, _) in batch.items()}
-        for ours in (name for _, names in batch.values() for name in names):
-            read_parameter(path, manifest, ours, tensor_in_transformers(tensors, ours, config))
-        tensors |= expert_biases(path, manifest, config, tensors)
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(x.nbytes for x in tensors.values())
-    if len(batches) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def batches_of(config: ModelConfig, dtype: torch.dtype, max_bytes: int) -> Iterator[dict[str, tuple]]:
-    """Their tensors, {name: (shape, our names in it)}, as many at a time as fit into one file."""
-    theirs: dict[str, tuple[tuple[int, ...], list[str]]] = {}
-    for name, parameter in build(config, device="meta").named_parameters():
-        shape = shape_in_transformers(name, tuple(parameter.shape), config)
-        theirs.setdefault(name_in_transformers(name, naming_of(config)), (shape, []))[1].append(name)
-    batch, held = {}, 0
-    for name, (shape, names) in theirs.items():
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if batch and held + nbytes > max_bytes:
-            yield batch
-            batch, held = {}, 0
-        batch[name], held = (shape, names), held + nbytes
-    yield batch
+def tensors_to_write(path: Path, manifest: dict, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Their tensors, by their names."""
+    ours = {name: tuple(x.shape) for name, x in build(config, device="meta").named_parameters()}
+    theirs = {name_in_transformers(name, naming_of(config)): (name, shape) for name, shape in ours.items()}
+    tensors = {
+        their: torch.empty(shape_in_transformers(*named, config), dtype=dtype) for their, named in theirs.items()
+    }
+    for name in ours:
+        read_parameter(path, manifest, name, tensor_in_transformers(tensors, name, config))
+    return tensors | expert_biases(path, manifest, config, tensors)
 
 
 def shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> l
 
     Raises   ValueError if the checkpoint's do not fit this optimizer
     """
-    check_saved(saved)
     groups, options = optimizer.param_groups, saved["options"]
     if len(options) != len(groups):
         if any(one != options[0] for one in options):
@@ -63,26 +62,6 @@ def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> l
                 )
             found[-1]["step"] = counts.pop() if counts else 0
     return found
-
-
-def check_saved(saved: dict) -> None:
-    """Raises ValueError unless this is what `options_of` and `steps_of` have told."""
-    options, steps = saved.get("options"), saved.get("steps")
-    right = isinstance(options, list) and options and all(isinstance(one, dict) for one in options)
-    right = right and all(is_option(*item) for one in options for item in one.items())
-    if not right or not isinstance(steps, dict) or not all(type(count) is int for count in steps.values()):
-        raise ValueError(
-            "the checkpoint does not say its optimizer's options and steps as a save does; load it without an "
-            "optimizer (None), or take another checkpoint"
-        )
-
-
-def is_option(name: str, value: object) -> bool:
-    """Whether that is one of OPTIONS: a number, or of betas two."""
-    numbers = value if name == "betas" and isinstance(value, list) else [value]
-    return (
-        name in OPTIONS and len(numbers) == 1 + (name == "betas") and all(isinstance(x, int | float) for x in numbers)
-    )
 
 
 def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:

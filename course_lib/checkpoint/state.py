@@ -8,7 +8,7 @@
     wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
 
 What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
-experts; of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of
+experts; of each rank its random number generators. All of it is in pieces of
 whole tensors (weights/pieces.py), so that a layout is only a way to cut them; checkpoint/files.py makes files of
 them.
 
@@ -28,7 +28,6 @@ the host of what this rank writes. All ranks together write everything once.
 
 import json
 import threading
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -61,7 +60,6 @@ class Restored:
     """What a checkpoint held besides the engine's numbers.
 
     about        what the caller gave as `about`
-    extra        what this rank gave; in another mesh what rank 0 gave
     same_mesh    the ranks stand as they stood: their random number generators go on where they were. In another mesh
                  they are as before, to be seeded
     """
@@ -69,7 +67,6 @@ class Restored:
     path: Path
     step: int
     about: dict
-    extra: dict[str, Tensor]
     same_mesh: bool
 
 
@@ -115,20 +112,18 @@ def save(
     optimizer: Optimizer,
     folder: str | Path,
     step: int,
-    extra: Mapping[str, Tensor] | None = None,
     about: dict | None = None,
     keep: int | None = None,
 ) -> Path:
     """Writes folder/step-..., of `step` steps done, and returns when it is complete. All ranks call it.
 
-    extra    tensors of this rank, such as its place in the data
     about    of the whole run, of JSON's kinds; that of rank 0 counts
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
 
     Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
              all ranks; CannotWrite if a rank cannot write. On every rank, and the checkpoints before are as they were
     """
-    saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=False)
+    saving, arguments = prepare(engine, optimizer, folder, step, about, keep, copy=False)
     with torch.device("cpu"):
         stored_pieces.write(saving.path, *arguments)
     return saving.path
@@ -139,7 +134,6 @@ def save_async(
     optimizer: Optimizer,
     folder: str | Path,
     step: int,
-    extra: Mapping[str, Tensor] | None = None,
     about: dict | None = None,
     keep: int | None = None,
 ) -> Saving:
@@ -148,17 +142,17 @@ def save_async(
     One save at a time: a second waits for the first. What goes wrong meanwhile is raised by the next `wait`, `save`,
     `save_async` or `load` of this engine.
     """
-    saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=True)
+    saving, arguments = prepare(engine, optimizer, folder, step, about, keep, copy=True)
     saving.start(*arguments)
     return saving
 
 
-def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> tuple[Saving, tuple]:
+def prepare(engine, optimizer, folder, step, about, keep, copy: bool) -> tuple[Saving, tuple]:
     """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
     group = wait_for_earlier(engine)
     with files.writing(Path(folder)):
-        final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
-    pieces = everywhere(group, lambda: pieces_to_write(engine, optimizer, group.rank(), extra, copy))
+        final = everywhere(group, lambda: begin(Path(folder), step, about, keep, group.rank() == 0))
+    pieces = everywhere(group, lambda: pieces_to_write(engine, optimizer, group.rank(), copy))
     manifest = {
         "step": step,
         "layout": engine.layout.to_dict(),
@@ -179,18 +173,12 @@ def wait_for_earlier(engine: FiveD) -> dist.ProcessGroup:
     return _host_groups[engine]
 
 
-def begin(
-    folder: Path, step: int, extra: Mapping[str, Tensor] | None, about: dict | None, keep: int | None, is_first: bool
-) -> Path:
+def begin(folder: Path, step: int, about: dict | None, keep: int | None, is_first: bool) -> Path:
     """Where the checkpoint will be; the first rank makes way. Raises ValueError for what cannot be saved."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; give the number of steps done, 0 or more")
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None to keep all")
-    for name, x in (extra or {}).items():
-        if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
-            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"extra {name!r} is {what}; give a tensor of one of {', '.join(DTYPES)}")
     try:
         json.dumps(about)
     except TypeError as error:
@@ -217,18 +205,16 @@ def tensors_of(engine: FiveD, optimizer: Optimizer) -> list[tuple[Holding, str, 
     return found
 
 
-def pieces_to_write(
-    engine: FiveD, optimizer: Optimizer, rank: int, extra: Mapping[str, Tensor] | None, copy: bool
-) -> list[Piece]:
+def pieces_to_write(engine: FiveD, optimizer: Optimizer, rank: int, copy: bool) -> list[Piece]:
     """All that this rank writes; copy: on the host, in memory of their own, for which there may be no room."""
     pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
-    pieces += pieces_of_rank(rank, rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
+    pieces += [whole_piece(f"rank.{rank}.{name}", x) for name, x in rng_states().items()]
     return [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces] if copy else pieces
 
 
-def pieces_of_rank(rank: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """What is one rank's own, whole and under its number."""
-    return [Piece(f"rank.{rank}.{name}", tuple(x.shape), (0,) * x.dim(), x) for name, x in tensors.items()]
+def whole_piece(name: str, x: Tensor) -> Piece:
+    """What is one rank's own, in one piece."""
+    return Piece(name, tuple(x.shape), (0,) * x.dim(), x)
 
 
 def rng_states() -> dict[str, Tensor]:
@@ -271,7 +257,6 @@ def open_checkpoint(
     """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
     manifest = files.read_manifest(path)
     files.verify(path, manifest, group.rank(), group.size())
-    layout_of(path, manifest)
     check_model(engine, path, manifest)
     if not convert:
         check_precision(engine, optimizer, path, manifest)
@@ -312,31 +297,19 @@ def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, mani
         )
 
 
-def layout_of(path: Path, manifest: dict) -> Layout:
-    try:
-        return Layout.from_dict(manifest["layout"])
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} says a layout that cannot be ({error}). {files.advice(path)}") from None
-
-
 def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
-    """This rank's own: generators and extras."""
-    now, before = engine.layout.to_dict(), layout_of(path, manifest).to_dict()
+    """This rank's own: its random number generators."""
+    now, before = engine.layout.to_dict(), Layout.from_dict(manifest["layout"]).to_dict()
     same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
-    begins = f"rank.{rank if same_mesh else 0}."
-    found = {
-        name.removeprefix(begins): torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]], device="cpu")
-        for name, stored in manifest["tensors"].items()
-        if name.startswith(begins)
-    }
-    stored_pieces.read(
-        path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
-    )
-    if "rng.cpu" not in found:
-        raise ValueError(f"{path} holds no {begins}rng.cpu. {files.advice(path)}")
     if same_mesh:
+        named = {name: f"rank.{rank}.{name}" for name in ("rng.cpu", "rng.cuda")}
+        found = {
+            name: torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]], device="cpu")
+            for name, key in named.items()
+            if (stored := manifest["tensors"].get(key))
+        }
+        stored_pieces.read(path, manifest, [whole_piece(named[name], x) for name, x in found.items()])
         torch.set_rng_state(found["rng.cpu"])
         if "rng.cuda" in found and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(found["rng.cuda"])
-    extra = {name.removeprefix("extra."): x for name, x in found.items() if name.startswith("extra.")}
-    return Restored(path, manifest["step"], manifest["about"], extra, same_mesh)
+    return Restored(path, manifest["step"], manifest["about"], same_mesh)

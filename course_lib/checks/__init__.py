@@ -5,7 +5,7 @@ table.py         an exercise as data: reference, wrong answers with what they ar
 watch.py         what is seen of an answer at work, and when two observations agree
 kept.py          how many forward passes wait for their backward
 functions.py     autograd Functions across ranks, made and watched
-trainers.py      trainers: the result of one process, no more bytes than needed
+trainers.py      what is seen of a trainer, and trainers that are wrong alike
 outside.py       a class graded: checks from the release, answers from submissions
 apart.py         the processes in which answers run then
 plain.py         values as bytes that hold data and no code

@@ -1,17 +1,16 @@
 """Answers in processes of their own, for grading a class: the grader's process never runs them, nor reads a pickle.
 
-A grader calls `answer(...)`, `observed(look, answer, ...)` or `run_ranks(...)` as in a notebook. While a class is
-graded, `answer` is an `Apart`, and these three run elsewhere (`Workers`); what comes back is read by plain.py.
+A table looks at an answer by `observed(look, answer, ...)` or by `run_ranks(...)`. While a class is graded, the answer
+is an `Apart`, and both run elsewhere (`Workers`); what comes back is read by plain.py.
 
 cells    executes the submission's cells, and packs each answer as bytes
-calls    one process for each check: loads the answer, and calls it
+calls    one process for each check: loads the answer, and looks at it
 ranks    one process for a submission: launches, whose ranks call the answer
 
 All are forked from a server that has imported the course and runs no answer. No frame of these processes belongs to
 the grader, so that a right result stands nowhere on their stacks.
 """
 
-import builtins
 import functools
 import io
 import multiprocessing
@@ -20,6 +19,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -36,23 +36,11 @@ CPU_SECONDS = 1800  # of a worker in all; one that is left behind in a loop ends
 ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 
 
+@dataclass(frozen=True)
 class Apart:
-    """An answer that this process holds as bytes alone. Called, it is called in a worker, and plain data come back."""
+    """An answer that this process holds as bytes alone; a worker loads it."""
 
-    def __init__(self, code: bytes, workers: "Workers") -> None:
-        self._code, self._workers = code, workers
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._workers.observed(_call, self, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._workers.observed(getattr, self, name)
-
-
-def _call(answer: Callable, *args: Any, **kwargs: Any) -> Any:
-    return answer(*args, **kwargs)
+    code: bytes
 
 
 @functools.cache
@@ -64,7 +52,7 @@ def _unpacked(code: bytes) -> Any:
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Apart):
-            return _unpacked, (obj._code,)
+            return _unpacked, (obj.code,)
         return super().reducer_override(obj)
 
 
@@ -85,16 +73,8 @@ class Workers:
             self.end(name)
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def observed(self, look: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return look(answer, *args), from the process of this check that loads the answer."""
-        return self.ask("calls", look, *args, **kwargs)
-
-    def launched(self, launches: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return launches(*args), a function that starts ranks, from the process that does so."""
-        return self.ask("ranks", launches, *args, **kwargs)
-
     def ask(self, name: str, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return fn(*args) of a worker; its error is raised here, as the same builtin error or as a CheckFailed."""
+        """Return fn(*args) of a worker; its error is raised here, as the same one or as a CheckFailed."""
         payload = io.BytesIO()
         _Pickler(payload).dump((fn, args, kwargs))
         _, connection = self._alive.get(name) or self._start(name)
@@ -146,10 +126,9 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _error(kind: str, text: str) -> Exception:
-    if kind in ("CheckFailed", "RankError"):
-        return {"CheckFailed": CheckFailed, "RankError": RankError}[kind](text)
-    if kind in ("ValueError", "TypeError", "AttributeError", "NotImplementedError"):
-        return getattr(builtins, kind)(text)
+    for known in (CheckFailed, RankError, NotImplementedError):
+        if kind == known.__name__:
+            return known(text)
     return CheckFailed(f"your code raised {kind}: {text}")
 
 

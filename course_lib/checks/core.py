@@ -1,14 +1,4 @@
-"""What every grader is made of: fresh numbers at each run, real ranks, a failure or "not written" told in a sentence.
-
-A grader that is no table (table.py) is a function of the learner's answer and of a random.Random, under `@grader`:
-
-    @grader(right=in_one_loop, wrong={"a message was never waited for": never_waits})
-    def check_overlap(student, rng):
-        if run_ranks(_never_waited, rng.choice([2, 3, 4]), student, fresh_seed(rng))[0]:
-            fail("a message was never waited for; its tensor may be read too early")
-
-The learner calls `check_overlap(my_overlap)` and reads `check_overlap: passed`, or one sentence.
-"""
+"""What every table is made of: fresh numbers at each run, real ranks, a failure or "not written" told in a sentence."""
 
 import functools
 import random
@@ -21,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.launch import RankError, Results, launch
+from course_lib.launch import RankError, launch
 
 NOT_WRITTEN = re.compile(r"^NotImplementedError(?:: (.*your code goes here))?$", re.M)
 OWN_FRAME = re.compile(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*')
@@ -45,43 +35,14 @@ class NotWritten(NotImplementedError):
         return [str(self)]
 
 
-def grader(
-    body: Callable[[Any, random.Random], None] | None = None, *, right: Any = None, wrong: dict[str, Any] | None = None
-) -> Callable[..., Any]:
-    """Turn `body(student, rng)` into a check that prints one line or raises CheckFailed.
-
-    Every call draws a new seed; the message of a failure tells it, and `check_...(answer, seed=...)` repeats that run.
-
-    right    an unusual right answer, and wrong: a part of its message -> a wrong answer, or several; for the test
-    """
-    if body is None:
-        return functools.partial(grader, right=right, wrong=wrong)
-    name = body.__name__
-
-    @functools.wraps(body)
-    def check(student, seed: int | None = None) -> None:
-        used = random.SystemRandom().randrange(2**31) if seed is None else seed
-        if student is None or student is ...:
-            raise NotWritten(f"{name}: your code goes here")
-        try:
-            body(student, random.Random(used))
-        except CheckFailed as failure:
-            raise CheckFailed(f"{name}: {failure}\n(to repeat this very run: seed={used})") from None
-        except NotImplementedError as missing:
-            raise NotWritten(f"{name}: {str(missing) or 'your code goes here'}") from None
-        except Exception as error:
-            if not raised_in(student, error):
-                raise
-            raise CheckFailed(f"{name}: {own_lines(student, error)}\n(to repeat this very run: seed={used})") from None
-        print(f"{name}: passed")
-
-    check.right, check.wrong = right, wrong
-    return check
-
-
 def fresh_seed(rng: random.Random) -> int:
     """A seed that can travel to the ranks; the same for the same run of the grader."""
     return rng.randrange(2**31)
+
+
+def ranks_and_seeds(rng: random.Random) -> list[tuple[int, int]]:
+    """Two cases of a table on ranks: 2 of them, then 3 or 4, each with a seed."""
+    return [(size, fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
 
 
 def fresh_generator(rng: random.Random) -> torch.Generator:
@@ -98,20 +59,28 @@ def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tenso
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
-def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS, backend: str = "auto") -> Results:
-    """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank."""
-    with rank_errors_as_failures(world_size):
-        return launched(launch, fn, world_size, *args, timeout=timeout, backend=backend, quiet=True)
+def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS, backend: str = "auto") -> list:
+    """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank.
+
+    Raises   NotImplementedError if the answer is not written yet, else CheckFailed
+    """
+    launches = _launched if apart is None else functools.partial(apart.ask, "ranks", _launched)
+    try:
+        return launches(fn, world_size, *args, timeout=timeout, backend=backend, quiet=True)
+    except RankError as error:
+        missing = NOT_WRITTEN.search(str(error))
+        if missing:
+            raise NotImplementedError(missing.group(1) or "your code goes here") from None
+        raise CheckFailed(f"your code failed on {world_size} ranks:\n{OWN_FRAME.sub('', str(error))}") from None
 
 
-def launched(launches: Callable, *args, **kwargs) -> Any:
-    """Return launches(*args), a function that starts ranks on an answer."""
-    return launches(*args, **kwargs) if apart is None else apart.launched(launches, *args, **kwargs)
+def _launched(*args, **kwargs) -> list:
+    return list(launch(*args, **kwargs))
 
 
-def observed(look: Callable, answer: Any, *args) -> Any:
-    """Return look(answer, *args): what an answer does to objects that are not plain data, as plain data."""
-    return look(answer, *args) if apart is None else apart.observed(look, answer, *args)
+def observed(look: Callable, *args) -> Any:
+    """Return look(*args), which looks at an answer, as plain data."""
+    return look(*args) if apart is None else apart.ask("calls", look, *args)
 
 
 @contextmanager
@@ -123,33 +92,6 @@ def in_this_process() -> Iterator[None]:
         yield
     finally:
         apart = before
-
-
-@contextmanager
-def rank_errors_as_failures(world_size: int) -> Iterator[None]:
-    """Turn the error of a rank into a failure of the answer, or into "not written yet"."""
-    try:
-        yield
-    except RankError as error:
-        missing = NOT_WRITTEN.search(str(error))
-        if missing:
-            raise NotImplementedError(missing.group(1) or "your code goes here") from None
-        raise CheckFailed(f"your code failed on {world_size} ranks:\n{OWN_FRAME.sub('', str(error))}") from None
-
-
-def hang_in_words(text: str, hang: str) -> str:
-    """The launcher's error with the likely reason of a hang first."""
-    if "time limit: after " in text:
-        places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
-        return f"your ranks wait for each other for ever, until they are stopped. {hang}\n{places}"
-    if "Received data size doesn't match" in text:
-        return f"a message is longer than the tensor it was received into: its two ends disagree on its length.\n{text}"
-    return text
-
-
-def fail(message: str) -> None:
-    """Say that the answer is wrong, in a sentence of the grader's own."""
-    raise CheckFailed(message)
 
 
 # Errors of the answer's own code, raised in the notebook's process ---------------------------------------------------

@@ -131,7 +131,7 @@ def _said(check: Check, code: bytes | str | None, workers: Workers) -> str:
         return code or f"{check.answer}: your code goes here"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            check.grader(Apart(code, workers))
+            check.grader(Apart(code))
     except (CheckFailed, NotWritten) as failure:
         return str(failure).partition("\n(to repeat")[0]
     except Exception as error:

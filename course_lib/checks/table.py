@@ -1,6 +1,6 @@
-"""An exercise as a table: a reference, one unusual right answer, wrong answers with what they are told, and inputs.
+"""An exercise as a table: a reference, inputs, and wrong answers with what they are told.
 
-    check_share = Exercise("check_share", share, right=in_one_line, inputs=draw, wrong={"a bf16 has 2 bytes": in_fp32})
+    check_share = Exercise(share, draw, {"a bf16 has 2 bytes": in_fp32})
 
 `check_share(my_share)` runs the answer beside the reference. Where they differ it runs the wrong answers on the same
 inputs, and tells the message of the first that did what the answer did. So a misconception is code once: the program
@@ -11,51 +11,74 @@ What is compared is what `watch` saw of a call (watch.py): {what: value}, the mo
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from course_lib.checks import core
-from course_lib.checks.core import CheckFailed, NotWritten, hang_in_words, observed, own_lines, raised_in, run_ranks
+from course_lib.checks.core import CheckFailed, NotWritten, observed, own_lines, raised_in, run_ranks
 from course_lib.checks.watch import Cost, Each, agree, call, copied, difference, shown
 from course_lib.launch.limits import slowness
 
 Seen = list[list[dict]]  # of one answer: seen[case][rank] is {what: value}; without ranks there is one
 Spot = tuple[str, int, int]  # what, case, rank
+SAME_CALLS = "Does every rank of a group make the same calls in the same order?"
+SAYS = {
+    "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
+    "other calls than send and recv": "only send and recv are allowed here",
+}  # what tables say alike
+ERRORS = {
+    "Received data size doesn't match": (
+        "a message is longer than the tensor it was received into: its two ends disagree on its length"
+    )
+}
+
+
+@dataclass(frozen=True)
+class Stops:
+    """A wrong answer that raises or hangs, or that `says` tells; its key is a part of its message.
+
+    A learner's answer is not compared with it: it is for the test alone.
+    """
+
+    answer: Callable
 
 
 @dataclass(frozen=True, eq=False)
 class Exercise:
     """A grader as data; called with an answer, it grades it.
 
-    name     the check's, as the notebook calls it
     inputs   rng -> cases, the smallest first: arguments of the answer; on ranks each begins with the number of ranks
-    wrong    what it is told -> a wrong answer, or several; in the order in which they are tried
+    wrong    what it is told -> a wrong answer, several, or one that `Stops`; in the order in which they are tried
     watch    (answer, *arguments) -> what was seen; on ranks called on each
     says     what -> why, where an answer is off as no wrong one is; the reason may be a function of the case
-    ranks    whether the answer runs on real ranks
-    hang     what ranks that wait for ever have probably done; they are stopped after `seconds` of an idle machine
-    breaks   a part of the message -> an answer that raises or hangs, or that `says` tells; for the test alone
+    errors   a part of the error of a rank -> why; backend: of the ranks, as `launch` has it
+    ranks    whether the answer runs on real ranks, or what ranks that wait for ever have probably done
+    seconds  of an idle machine, after which ranks are stopped
+    right    an unusual right answer, where more is watched than a result; for the test alone
     known    seed and case of a failed try -> what the wrong answers did there
     """
 
-    name: str
     reference: Callable
-    right: Callable
     inputs: Callable[[random.Random], list[tuple]]
-    wrong: dict[str, Callable | list[Callable]]
+    wrong: dict[str, Callable | list[Callable] | Stops]
     watch: Callable[..., dict] = call
     says: dict[str, str | Callable[..., str]] = field(default_factory=dict)
-    ranks: bool = False
-    hang: str = ""
+    ranks: bool | str = False
     seconds: float = 8.0
-    breaks: dict[str, Callable] = field(default_factory=dict)
+    right: Callable | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    backend: str = "auto"
     known: dict[tuple, list[Seen]] = field(default_factory=dict)
 
     @property
     def __name__(self) -> str:
-        return self.name
+        """The name under which a chapter has it."""
+        chapters = [module for name, module in list(sys.modules.items()) if name.startswith("course_lib.checks.ch")]
+        names = (name for module in chapters for name, value in vars(module).items() if value is self)
+        return next(names, "a check")
 
     def __call__(self, answer, seed: int | None = None) -> None:
         """Print one line if the answer does what the reference does; else raise CheckFailed with the likely reason.
@@ -63,18 +86,18 @@ class Exercise:
         After a failure the same numbers come first, so that what the wrong answers do is known; then fresh ones.
         """
         if answer is None or answer is ...:
-            raise NotWritten(f"{self.name}: your code goes here")
+            raise NotWritten(f"{self.__name__}: your code goes here")
         fresh = random.SystemRandom().randrange(2**31)
         before = [] if core.apart else [seed for seed, _ in self.known]
         for used in [*before, fresh] if seed is None else [seed]:
             try:
                 _grade(self, answer, used)
             except NotImplementedError as missing:
-                raise NotWritten(f"{self.name}: {str(missing) or 'your code goes here'}") from None
+                raise NotWritten(f"{self.__name__}: {str(missing) or 'your code goes here'}") from None
             except CheckFailed as failure:
-                raise CheckFailed(f"{self.name}: {failure}\n(to repeat this very run: seed={used})") from None
+                raise CheckFailed(f"{self.__name__}: {failure}\n(to repeat this very run: seed={used})") from None
         self.known.clear()
-        print(f"{self.name}: passed")
+        print(f"{self.__name__}: passed")
 
 
 class _Raised(CheckFailed):
@@ -106,8 +129,15 @@ def _beside_the_reference(ex: Exercise, answer, cases: list[tuple]) -> list[Seen
             want = observe(ex, [ex.reference], cases)
         return want + observe(ex, [answer], cases)
     except CheckFailed as failure:  # the reference neither raises nor hangs
-        stopped = CheckFailed if "time limit:" in str(failure) else _Raised
-        raise stopped(hang_in_words(str(failure), ex.hang)) from None
+        text = str(failure)
+        if "time limit: after " in text:
+            places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
+            hang = ex.ranks if isinstance(ex.ranks, str) else SAME_CALLS
+            raise CheckFailed(
+                f"your ranks wait for each other for ever, until they are stopped. {hang}\n{places}"
+            ) from None
+        why = next((f"{why}\n" for sign, why in (ex.errors | ERRORS).items() if sign in text), "")
+        raise _Raised(f"{why}{text}") from None
 
 
 def _of_wrong(ex: Exercise, cases: list[tuple], key: tuple) -> list[Seen]:
@@ -118,9 +148,12 @@ def _of_wrong(ex: Exercise, cases: list[tuple], key: tuple) -> list[Seen]:
     return ex.known[key]
 
 
-def pairs(wrong: dict) -> list[tuple[str, Callable]]:
-    """Return (message, wrong answer) for each of a table."""
-    return [(said, one) for said, of in wrong.items() for one in (of if isinstance(of, list) else [of])]
+def pairs(wrong: dict, stop: bool = False) -> list[tuple[str, Callable]]:
+    """Return (message, wrong answer) for each of a table that is compared with, or for each that stops."""
+    if stop:
+        return [(said, of.answer) for said, of in wrong.items() if isinstance(of, Stops)]
+    every = [(said, one) for said, of in wrong.items() for one in (of if isinstance(of, list) else [of])]
+    return [(said, one) for said, one in every if not isinstance(one, Stops)]
 
 
 # What answers do ------------------------------------------------------------------------------------------------------
@@ -135,7 +168,7 @@ def observe(ex: Exercise, answers: list, cases: list[tuple]) -> list[Seen]:
     for size in sorted({case[0] for case in cases}):
         places = [place for place, case in enumerate(cases) if case[0] == size]
         mine = [cases[place][1:] for place in places]
-        for of_rank in run_ranks(_on_this_rank, size, ex.watch, answers, mine, timeout=seconds):
+        for of_rank in run_ranks(_on_this_rank, size, ex.watch, answers, mine, timeout=seconds, backend=ex.backend):
             for a, of_answer in enumerate(of_rank):
                 for place, one in zip(places, of_answer, strict=True):
                     seen[a][place].append(one)
@@ -175,7 +208,7 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
     if off is None:
         return None
     what, case, rank = off
-    rank_of = [f"rank {rank} of {len(want[case])}"] * ex.ranks
+    rank_of = [f"rank {rank} of {len(want[case])}"] * bool(ex.ranks)
     where = "".join(f"{part}: " for part in [", ".join(filter(None, [_where(ex, cases[case]), *rank_of]))] if part)
     everywhere = list(_spots(want))
     there = [spot for spot in everywhere if spot[0] == what]
@@ -189,7 +222,7 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
                 return f"{message}\n({where}{what}: {difference(_at(got, off), _at(want, off))})"
     if what == "error" and _at(got, off):
         return f"{where}{got[case][rank]['error'].partition(chr(10))[2]}"
-    why = ex.says.get(what, "")
+    why = (SAYS | ex.says).get(what, "")
     told = f"{where}{what}: {difference(_at(got, off), _at(want, off))}"
     return f"{told}: {why(*cases[case]) if callable(why) else why}" if why else told
 
@@ -216,10 +249,11 @@ def _agree_at(got: Seen, want: Seen, spot: Spot, within: bool = False) -> bool:
 def _where(ex: Exercise, case: tuple) -> str:
     """The case's arguments by name, as far as they are short."""
     names = [list(inspect.signature(of).parameters.values()) for of in (ex.watch, ex.reference)]
-    named = names[0][1:] if names[0][-1].kind != inspect.Parameter.VAR_POSITIONAL else names[1]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in names[0])
+    named = names[1] if takes_all else names[0][1:]
     short = [
         f"{parameter.name}={shown(value)}"
-        for parameter, value in zip(named, case[ex.ranks :], strict=False)
+        for parameter, value in zip(named, case[bool(ex.ranks) :], strict=False)
         if "seed" not in parameter.name and not isinstance(value, Each) and len(shown(value)) <= 60
     ]
-    return ", ".join([f"{case[0]} ranks"] * ex.ranks + short)
+    return ", ".join([f"{case[0]} ranks"] * bool(ex.ranks) + short)

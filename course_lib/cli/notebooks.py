@@ -1,10 +1,12 @@
 """`course run` and `course new`: a chapter without a browser, and the notebooks in a folder of the learner's."""
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from course_lib.validate import number, writable
@@ -114,7 +116,7 @@ def new_course(folder: Path, force: bool, with_solutions: bool) -> int:
     One that is there with other cells than the course's is kept, unless forced.
     """
     writable("folder", folder)
-    written, kept = 0, []
+    written, kept, sign = 0, [], _signer()
     for name, source in course_notebooks().items():
         text = source.read_bytes()
         if not with_solutions:
@@ -127,11 +129,23 @@ def new_course(folder: Path, force: bool, with_solutions: bool) -> int:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(text)
+        sign(text)
         written += 1
     print(f"{written} notebooks are in {folder}; start with {Path('notebooks') / 'index.ipynb'}")
     if kept:
         print(f"kept, as their cells differ from the course's (--force overwrites them): {', '.join(kept)}")
     return 0
+
+
+def _signer() -> Callable[[bytes], object]:
+    """Return what has JupyterLab trust a notebook as it is: of others it shows no SVG before its cell has run."""
+    if not importlib.util.find_spec("nbformat"):
+        return len  # without nbformat there is no JupyterLab, and nothing to sign for
+    import nbformat
+    from nbformat.sign import NotebookNotary
+
+    notary = NotebookNotary()
+    return lambda text: notary.sign(nbformat.reads(text.decode(), as_version=4))
 
 
 def _cells(text: bytes) -> list[str] | bytes:

@@ -12,7 +12,8 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
-from course_lib.plan import Job, Option, Plan, explain, export, search, table
+from course_lib.estimate import Estimate
+from course_lib.plan import Job, Plan, explain, export, search, table
 from course_lib.plan.config_files import WRITERS
 from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
@@ -83,7 +84,7 @@ def job_of(options: PlanOptions) -> Job:
     return Job(config, cluster, *sizes, recipe, name, **options.run_fields())
 
 
-def write_files(best: Option, folder: Path, per_node: int, engine: str = "course") -> list[str]:
+def write_files(best: Estimate, folder: Path, per_node: int, engine: str = "course") -> list[str]:
     """Write what frameworks need for a layout; tell each file, and each refusal with its reason.
 
     engine   who trains: then its own files alone; the course's run can be given to any
@@ -109,7 +110,7 @@ def lines(found: Plan, show: int) -> list[str]:
         f"{job.config.name} on {job.num_gpus:,} x {job.cluster.gpu.name}, {job.batch_tokens:,} tokens a step; "
         f"{found.num_tried:,} layouts tried, none that fits is faster than these {len(found.ranked):,}",
         f"recipe {job.recipe}; engine {job.engine}; seconds are modelled, docs/PREDICTOR.md has the errors",
-        *dict.fromkeys(option.estimate.note for option in found.ranked[:1] if option.estimate.note),
+        *dict.fromkeys(option.note for option in found.ranked[:1] if option.note),
         "",
         *table(one_of_each_kind(found.ranked)[:show], found.best),
         "",
@@ -135,7 +136,7 @@ def report(found: Plan, show: int) -> dict:
     }
 
 
-def told(option: Option) -> dict:
+def told(option: Estimate) -> dict:
     return {
         "layout": str(option.layout),
         "memory_bytes": option.memory_bytes,

@@ -75,7 +75,7 @@ def predict(
     shapes = _models(rows, models, seq)
     predictions = predict_rows(rows, shapes, cluster, seq, recipe)
     write_table(rows, predictions, out, error_bars)
-    fitting = sum(not isinstance(one, str) and one.fits for one in predictions)
+    fitting = sum(not isinstance(one, str) and one.may_run for one in predictions)
     print(f"{len(rows):,} runs, {fitting:,} predicted to fit; modelled with rates fitted to measured runs: {out}")
     if breakdown:
         for (model, gpus), index in assumptions.fastest(rows, predictions).items():

@@ -70,7 +70,7 @@ def layout_of(text: str) -> Layout:
 
 def report(simulation, device: GPU) -> dict:
     """All that was found, as JSON can hold it; bytes are integers."""
-    from course_lib.training import peak_memory_bytes
+    from course_lib.devices import peak_memory_bytes
 
     run, layout, usable = simulation.run, simulation.run.layout, device.usable_bytes
     ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]

@@ -5,10 +5,9 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 
 from course_lib.layout.mesh import ALL_AXES, AXES, REPLICA_AXES, Mesh
-from course_lib.validate import Size, checked
+from course_lib.validate import Size
 
 
-@checked
 def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """My process group along each axis. Every rank of the world must call it, as `new_group` requires.
 
@@ -56,7 +55,6 @@ class Groups:
         return {axis: group for axis, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 
 
-@checked
 def make_all_groups(
     mesh: Mesh, ep_size: Size = 1, local_only: bool = False, replicas: Size = 1, folded: bool = False
 ) -> Groups:

@@ -1,10 +1,11 @@
 """Predicted beside measured, and from scratch beside PyTorch's own.
 
+record.py           a lesson's program on real ranks, beside one process: the record of each rank
+trials.py           the kinds of such programs: what each is given, and what is right
+one_gpu.py          a pass, a short training and a peak on one device
 profile.py          memory of a step on one device
-sharded_profile.py  a toy on real ranks under ZeRO or tensor parallelism: bytes held and sent
 five_d_profile.py   any layout on real ranks: bytes held and sent
 step_traces.py      one step of every rank as Chrome traces
-gpu_timings.py      what each chapter models, timed on the GPUs of this machine
 techniques.py       what each technique splits, holds and sends: the table of the index
 bench.py            seconds of a step, from scratch and as PyTorch ships it
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from course_lib.compare.profile import Row, row_of
+from course_lib.compare.profile import SENT_OVER, STATES, Comparison, Row
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
@@ -21,63 +21,8 @@ from course_lib.traffic import sent
 from course_lib.training import data
 from course_lib.training.precision import engine_dtypes
 
-STATES = ("parameters", "gradients", "optimizer")
-SENT_OVER = "sent over "  # and an axis
-SENT = "sent in a step"  # over all axes
-MOST_RANKS = 8  # they share this machine's cores
+MOST_RANKS = 16  # they share this machine's cores
 WIDEST = 128  # d_model: two steps on a CPU take seconds
-
-
-@dataclass(frozen=True)
-class FiveDComparison:
-    """Of each rank a row for each kind of memory at its own largest, then bytes sent along each axis in a step."""
-
-    what: str
-    of_ranks: tuple[tuple[Row, ...], ...]
-    seconds: float
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """Those of rank 0."""
-        return self.of_ranks[0]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.of_ranks)
-
-    def row(self, kind: str, rank: int = 0) -> Row:
-        """The row of a kind of memory, or of "sent over <axis>".
-
-        Raises   ValueError if there is none
-        """
-        return row_of(self.of_ranks[rank], kind)
-
-    @property
-    def unequal(self) -> list[tuple[int, Row]]:
-        """(rank, row) wherever states or sent bytes, which the formulas have to the byte, were measured otherwise."""
-        return [
-            (rank, row)
-            for rank, rows in enumerate(self.of_ranks)
-            for row in rows
-            if is_exact(row.kind) and row.predicted_bytes != row.measured_bytes
-        ]
-
-    def __str__(self) -> str:
-        ranks = self.num_ranks
-        where = f"{ranks} ranks, rank 0 shown" if ranks > 1 else "one rank"
-        said = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
-        if self.unequal:
-            rank, row = self.unequal[0]
-            said = f"Rank {rank} differs, {row.kind}: {row.measured_bytes:,} bytes instead of {row.predicted_bytes:,}"
-        return (
-            f"Measured in {self.seconds:.1f} s on {where}: {self.what}. {said}. "
-            "Activations and temporary bytes are estimates."
-        )
-
-
-def is_exact(kind: str) -> bool:
-    """Whether the formula of a row has it to the byte."""
-    return kind in (*STATES, SENT) or kind.startswith(SENT_OVER)
 
 
 @dataclass(frozen=True)
@@ -89,7 +34,7 @@ class Seen:
     choices: list[torch.Tensor]  # expert_Tk, -1 where dropped: of each micro-batch and layer, as they came
 
 
-def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recipe: str = "fp32") -> FiveDComparison:
+def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recipe: str = "fp32") -> Comparison:
     """Train two steps on real ranks, and lay what each held and sent on the formulas.
 
     Raises   ValueError if the model cannot lie so, is too large, or no engine takes the recipe; before a rank starts
@@ -107,7 +52,7 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recip
     predicted = budgets(run)
     of_ranks = tuple(_rows(run, rank, seen, predicted) for rank in range(layout.world_size))
     what = f"{config.name}, {layout}, {recipe}, sequences of {seq_len} tokens"
-    return FiveDComparison(what, of_ranks, time.perf_counter() - start_s)
+    return Comparison(what, of_ranks, time.perf_counter() - start_s)
 
 
 def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]) -> tuple[Row, ...]:

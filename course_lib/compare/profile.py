@@ -21,6 +21,8 @@ from course_lib.training.precision import precision_named
 
 MEASURABLE_OPTIMIZERS = ("adamw", "adafactor", "sgd-momentum", "sgd")
 _TOKENS = 100_000
+STATES = ("parameters", "gradients", "optimizer")
+SENT_OVER = "sent over "  # and an axis
 
 
 @dataclass(frozen=True)
@@ -39,38 +41,58 @@ class Row:
         return 100 * (self.predicted_bytes / self.measured_bytes - 1)
 
 
-def row_of(rows: tuple[Row, ...], kind: str) -> Row:
-    """The row of one kind. Raises ValueError if there is none."""
-    for row in rows:
-        if row.kind == kind:
-            return row
-    raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in rows)}")
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """A row for each kind at its own largest, then the peak of all together; and what was trained, for how long."""
+    """Of each rank a row for each kind of memory at its own largest, then bytes sent along each axis in a step.
 
-    config: ModelConfig
-    batch_size: int
-    seq_len: int
-    rows: tuple[Row, ...]
-    timeline: Timeline
+    On one device the last row is the peak of all kinds together, and the timeline is that of the steps.
+    """
+
+    what: str
+    of_ranks: tuple[tuple[Row, ...], ...]
     seconds: float
+    timeline: Timeline | None = None
 
-    def row(self, kind: str) -> Row:
-        """The row of one kind, or of "peak".
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Those of rank 0."""
+        return self.of_ranks[0]
 
-        Raises   ValueError if there is no such row
+    @property
+    def num_ranks(self) -> int:
+        return len(self.of_ranks)
+
+    def row(self, kind: str, rank: int = 0) -> Row:
+        """The row of a kind of memory, of "peak", or of "sent over <axis>".
+
+        Raises   ValueError if there is none
         """
-        return row_of(self.rows, kind)
+        rows = {row.kind: row for row in self.of_ranks[rank]}
+        if kind not in rows:
+            raise ValueError(f"there is no row {kind!r}; choose from {', '.join(rows)}")
+        return rows[kind]
+
+    @property
+    def unequal(self) -> list[tuple[int, Row]]:
+        """(rank, row) wherever states or sent bytes, which the formulas have to the byte, were measured otherwise."""
+        return [
+            (rank, row)
+            for rank, rows in enumerate(self.of_ranks)
+            for row in rows
+            if row.kind.startswith((*STATES, SENT_OVER)) and row.predicted_bytes != row.measured_bytes
+        ]
 
     def __str__(self) -> str:
-        lines = [f"{'kind':<12}{'predicted MB':>14}{'measured MB':>14}{'error %':>10}"]
-        for row in self.rows:
-            predicted_mb, measured_mb = row.predicted_bytes / 1e6, row.measured_bytes / 1e6
-            lines.append(f"{row.kind:<12}{predicted_mb:>14.3f}{measured_mb:>14.3f}{row.error_percent:>+10.2f}")
-        return "\n".join(lines)
+        ranks = self.num_ranks
+        where = f"{ranks} ranks, rank 0 shown" if ranks > 1 else "one rank"
+        said = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
+        if self.unequal:
+            rank, row = self.unequal[0]
+            said = f"Rank {rank} differs, {row.kind}: {row.measured_bytes:,} bytes instead of {row.predicted_bytes:,}"
+        return (
+            f"Measured in {self.seconds:.1f} s on {where}: {self.what}. {said}. "
+            "Activations and temporary bytes are estimates."
+        )
 
 
 def scale_down(config: ModelConfig, d_model: int = 128, num_layers: int = 4) -> ModelConfig:
@@ -148,10 +170,12 @@ def profile_step(
     start_s = time.perf_counter()
     timeline = profile_steps(config, 2, batch_size, seq_len, recipe, optimizer, attention, recompute)
     layout = Layout(micro_batch=batch_size, recompute=recompute)
-    (predicted,) = budgets(Run(config, layout, seq_len, recipe_of(recipe).name, attention, "cpu", optimizer))
+    name = recipe_of(recipe).name
+    (predicted,) = budgets(Run(config, layout, seq_len, name, attention, "cpu", optimizer))
     rows = [Row(kind, predicted.by_kind[kind], max(timeline.bytes_by_kind[kind])) for kind in KINDS]
     rows.append(Row("peak", predicted.peak_bytes, timeline.peak_bytes))
-    return Comparison(config, batch_size, seq_len, tuple(rows), timeline, time.perf_counter() - start_s)
+    what = f"{config.name}, {batch_size} x {seq_len} tokens, {name}"
+    return Comparison(what, (tuple(rows),), time.perf_counter() - start_s, timeline)
 
 
 def build_optimizer(model: nn.Module, recipe_name: str, optimizer: str) -> torch.optim.Optimizer:

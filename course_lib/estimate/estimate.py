@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from course_lib.engines import Engine, engine_of
+from course_lib.engines import ENGINES, Engine, engine_of
 from course_lib.estimate.memory import NO_TENSORS, held_bytes
 from course_lib.flops import attention_flops_per_token, flops_per_token, layer_matmul_parameters, step_flops
-from course_lib.hardware import MOST_NODES, Cluster, peak_flops
+from course_lib.hardware import GB, MOST_NODES, Cluster, peak_flops
+from course_lib.layout import Layout
 from course_lib.run import Run
 from course_lib.timing.layer import repeated_flops
 from course_lib.timing.rates import RATES, Rates, hfu, mfu
@@ -59,7 +60,7 @@ MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the fullest rank by kind, and seconds of a step by what they are spent on.
+    """Bytes of the fullest rank of a run by kind, and seconds of a step by what they are spent on.
 
     mfu          0 to 1, as the engine counts it
     causal_mfu   the same without the pairs that a causal mask forbids, whose FLOPs no kernel does
@@ -70,6 +71,7 @@ class Estimate:
     log_reserved whether its log leaves out what is no tensor
     """
 
+    run: Run
     bytes_by_kind: dict[str, float]
     seconds_by_part: dict[str, float]
     tokens_per_s_per_gpu: float
@@ -84,6 +86,10 @@ class Estimate:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def layout(self) -> Layout:
+        return self.run.layout
 
     @property
     def memory_bytes(self) -> float:
@@ -109,8 +115,24 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether it may run: it fits, or is tight."""
+        """Whether the estimate is within the memory, tightly or not: only such layouts are advised."""
+        return self.memory_bytes <= self.usable_bytes
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the lower end of the error bar is within the memory: a run that ran is of these."""
         return self.verdict != "does not fit"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens_per_s_per_gpu * self.layout.world_size
+
+    @property
+    def memory_in_words(self) -> str:
+        """How much of what there is, and what takes most of it."""
+        kind, size = max(self.bytes_by_kind.items(), key=lambda one: one[1])
+        return f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} ({size / GB:.1f} GB)"
 
     @property
     def missing_bytes(self) -> float:
@@ -181,9 +203,29 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for an engine that is not known
+    Raises   ValueError for an engine that is not known, or that has not what the layout asks for
     """
-    return _estimate(run, cluster, engine_of(engine), rates)
+    engine = engine_of(engine)
+    _check_engine(run, engine)
+    return _estimate(run, cluster, engine, rates)
+
+
+def _check_engine(run: Run, engine: Engine) -> None:
+    """Raises ValueError for more ZeRO, or for more stages without a layer, than the engine has."""
+    layout, layers, in_pipeline = run.layout, run.layout.layers_of_stage or (), " in a pipeline" * (run.layout.pp > 1)
+    if (empty := layers.count(0)) > engine.other_blocks:
+        able = ", ".join(f"{one.other_blocks} in {name}" for name, one in ENGINES.items() if one.other_blocks)
+        raise ValueError(
+            f"layers_of_stage has {empty} stages without a layer, of which {engine.name} can have "
+            f"{engine.other_blocks}; choose 1 or more for each, or another engine ({able})"
+        )
+    stages = engine.file.pipeline_zero if in_pipeline else engine.file.zero_stages
+    is_less = engine.pipeline_grads_whole and in_pipeline  # it does as much as it has
+    if layout.data_size > 1 and layout.zero_stage > max(stages) and not is_less:
+        able = ", ".join(map(str, stages))
+        raise ValueError(
+            f"{engine.name} has no ZeRO-{layout.zero_stage}{in_pipeline}; choose from {able}, or another engine"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -197,6 +239,7 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
     if run.operators:
         repeated += repeated_flops(run)
     return Estimate(
+        run,
         held_bytes(run, cluster, engine, time, rates),
         time.parts,
         time.tokens_per_s_per_gpu,

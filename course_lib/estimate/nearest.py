@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from course_lib.engines import Engine
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GB, Cluster
+from course_lib.layout import DEFAULTS
 from course_lib.memory.states import LoRA
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
@@ -20,10 +21,9 @@ MOST_TIMES = 64  # the GPUs that there are
 
 @dataclass(frozen=True)
 class Nearest:
-    """What would fit: the change in words, the run with it, and its estimate."""
+    """What would fit: the change in words, and the estimate of the run with it."""
 
     change: str
-    run: Run
     estimate: Estimate
 
     @property
@@ -44,75 +44,69 @@ def nearest(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: 
         return []
     found = []
     for way in (_recomputing, _sharding, _optimizing, _offloading, _adapting, _shortening, _growing):
-        for change, other in _possible(way(run)):
-            one = estimate(other, cluster, engine, rates)
+        for change, changes in way(run):
+            try:
+                one = estimate(_changed(run, **changes), cluster, engine, rates)
+            except ValueError:  # what cannot be: nothing further this way
+                break
             if one.verdict == "fits":
-                found.append(Nearest(change, other, one))
+                found.append(Nearest(change, one))
                 break
     return sorted(found, key=lambda one: -one.estimate.tokens_per_s_per_gpu)
 
 
-def _possible(changes: Iterator[tuple[str, Run]]) -> Iterator[tuple[str, Run]]:
-    """Changes up to the first that cannot be."""
-    try:
-        yield from changes
-    except ValueError:
-        return
+Changes = Iterator[tuple[str, dict]]  # in words, and the fields of a run or its layout
+LEAN = {"recompute": "full", "operators": False}
 
 
-def _recomputing(run: Run) -> Iterator[tuple[str, Run]]:
+def _changed(run: Run, **changes: object) -> Run:
+    of_layout = {name: changes.pop(name) for name in (*changes,) if name in DEFAULTS}
+    return replace(run, layout=replace(run.layout, **of_layout), **changes)
+
+
+def _recomputing(run: Run) -> Changes:
     if run.layout.recompute != "full":
-        yield "recompute each block", _laid(replace(run, operators=False), recompute="full")
+        yield "recompute each block", LEAN
 
 
-def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
+def _sharding(run: Run) -> Changes:
     for stage in range(run.layout.zero_stage + 1, 4):
         if run.layout.data_size > 1 and (run.layout.pp == 1 or stage == 1):
-            yield f"ZeRO-{stage} and recompute each block", _laid(_lean(run), zero_stage=stage)
+            yield f"ZeRO-{stage} and recompute each block", LEAN | {"zero_stage": stage}
 
 
-def _optimizing(run: Run) -> Iterator[tuple[str, Run]]:
+def _optimizing(run: Run) -> Changes:
     if run.optimizer == "adamw":
-        yield "8-bit Adam", replace(run, optimizer="adamw-8bit")
-        yield "8-bit Adam and recompute each block", replace(_lean(run), optimizer="adamw-8bit")
+        yield "8-bit Adam", {"optimizer": "adamw-8bit"}
+        yield "8-bit Adam and recompute each block", LEAN | {"optimizer": "adamw-8bit"}
 
 
-def _offloading(run: Run) -> Iterator[tuple[str, Run]]:
-    yield "optimizer on the host", replace(run, offload=replace(run.offload, optimizer="host"))
-    lean = _lean(run)
-    yield "optimizer on the host, recompute each block", replace(lean, offload=replace(run.offload, optimizer="host"))
-    sharded = _laid(lean, zero_stage=3)
-    yield "parameters too", replace(sharded, offload=Offload(optimizer="host", parameters="host"))
+def _offloading(run: Run) -> Changes:
+    on_host = {"offload": replace(run.offload, optimizer="host")}
+    yield "optimizer on the host", on_host
+    yield "optimizer on the host, recompute each block", LEAN | on_host
+    both = Offload(optimizer="host", parameters="host")
+    yield "parameters too", LEAN | {"zero_stage": 3, "offload": both}
 
 
-def _adapting(run: Run) -> Iterator[tuple[str, Run]]:
-    alone = _laid(run, zero_stage=0)
-    yield "LoRA of rank 16", replace(alone, lora=LoRA(16), recipe="bf16-master")
-    lean = _lean(alone)
-    yield "LoRA of rank 16, recompute each block", replace(lean, lora=LoRA(16), recipe="bf16-master")
-    four_bits = LoRA(16, four_bits=True)
-    yield "QLoRA of rank 16, recompute each block", replace(lean, lora=four_bits, recipe="bf16-master")
+def _adapting(run: Run) -> Changes:
+    alone = {"zero_stage": 0, "recipe": "bf16-master"}
+    yield "LoRA of rank 16", alone | {"lora": LoRA(16)}
+    yield "LoRA of rank 16, recompute each block", LEAN | alone | {"lora": LoRA(16)}
+    yield "QLoRA of rank 16, recompute each block", LEAN | alone | {"lora": LoRA(16, four_bits=True)}
 
 
-def _shortening(run: Run) -> Iterator[tuple[str, Run]]:
+def _shortening(run: Run) -> Changes:
     seq_len = run.seq_len // 2
     while seq_len >= SHORTEST:
-        yield f"sequences of {seq_len:,} tokens", replace(run, seq_len=seq_len)
+        yield f"sequences of {seq_len:,} tokens", {"seq_len": seq_len}
         seq_len //= 2
 
 
-def _growing(run: Run) -> Iterator[tuple[str, Run]]:
+def _growing(run: Run) -> Changes:
     """More GPUs share the states: ZeRO-3 over all, recomputation, one sequence each."""
-    lean, times = _lean(run), 2
+    stage, times = (3 if run.layout.pp == 1 else 1), 2
     while times <= MOST_TIMES:
-        layout = replace(lean.layout, dp=times * lean.layout.dp, zero_stage=3 if lean.layout.pp == 1 else 1)
-        yield f"{layout.world_size} GPUs, ZeRO-{layout.zero_stage}, recompute each block", replace(lean, layout=layout)
+        words = f"{times * run.layout.world_size} GPUs, ZeRO-{stage}, recompute each block"
+        yield words, LEAN | {"dp": times * run.layout.dp, "zero_stage": stage}
         times *= 2
-
-
-def _lean(run: Run) -> Run:
-    return _laid(replace(run, operators=False), recompute="full")
-
-
-def _laid(run: Run, **changes: object) -> Run:
-    return replace(run, layout=replace(run.layout, **changes))

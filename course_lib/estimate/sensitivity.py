@@ -20,7 +20,7 @@ def fastest(rows: Sequence[Mapping[str, str]], predictions: Predicted) -> dict[t
     """Of each (model, gpus) the index of the fastest run that fits."""
     cells: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for index, (row, one) in enumerate(zip(rows, predictions, strict=True)):
-        if not isinstance(one, str) and one.fits:
+        if not isinstance(one, str) and one.may_run:
             cells[row["model"], row["gpus"]].append((one.tokens_per_s_per_gpu, -index))
     return {cell: -max(found)[1] for cell, found in cells.items()}
 

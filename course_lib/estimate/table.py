@@ -25,6 +25,7 @@ from course_lib.engines import Engine, engine_of
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GPU, Cluster, gpu_for
 from course_lib.layout import Layout
+from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.states import OPTIMIZERS, LoRA, recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
@@ -34,28 +35,13 @@ from course_lib.validate import Size, checked, one_of, show
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
-# Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
-WHOLE = {"cp": "cp", "ep": "ep", "expert_tp": "expert_tp", "v": "v", "dp_replicate": "dp_replicate"}
-WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
+# Columns that a table may have beside, named as in a Layout.
+WHOLE = ("cp", "ep", "expert_tp", "v", "dp_replicate")
+WORDS = ("schedule", "cp_method", "cp_sharding", "layers_of_stage")
 KNOWN = {
-    "model",
-    *READ,
-    *WHOLE,
-    *WORDS,
-    "sp",
-    "seq",
-    "precision",
-    "recompute",
-    "states",
-    "finetune",
-    "optimizer",
-    "attention",
-    "loss_chunks",
-    "offload",
-    "status",
-    "step_s",
-    "tok_s_gpu",
-}
+    "model", *READ, *WHOLE, *WORDS, "sp", "seq", "precision", "recompute", "states", "finetune", "optimizer",
+    "attention", "loss_chunks", "offload", "status", "step_s", "tok_s_gpu",
+}  # fmt: skip
 RECOMPUTE = (*get_args(Recompute), "operators")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
 STATES_IN = {"fp16": "fp16-master-fp32-grads", "fp32": "fp32"}
@@ -73,30 +59,27 @@ def run_of(
     if (name := row.get("model")) not in models:
         raise ValueError(f"model is {name!r}; known: {', '.join(models) or 'presets'}; give others by --models")
     numbers = {column: _whole(row, column) for column in READ}
-    changes = {field: _whole(row, column) for column, field in WHOLE.items() if row.get(column)}
-    dp, pp, tp = (numbers[axis] for axis in ("dp", "pp", "tp"))
-    cp = changes.get("cp", 1)
-    if numbers["gpus"] != dp * pp * tp * cp:
-        product = "dp x pp x tp" + (" x cp" if cp > 1 else "")
-        raise ValueError(f"gpus is {numbers['gpus']}, but {product} is {dp * pp * tp * cp}")
-    changes |= {column: row[column] for column in WORDS if row.get(column)}
-    if "layers_of_stage" in changes:
-        changes["layers_of_stage"] = tuple(
-            _whole_text("layers_of_stage", part) for part in changes["layers_of_stage"].split("-")
-        )
+    axes = {column: _whole(row, column) for column in WHOLE if row.get(column)}
+    axes |= {axis: numbers[axis] for axis in ("dp", "pp", "tp")}
+    ranks, by_cp = axes["dp"] * axes["pp"] * axes["tp"] * axes.get("cp", 1), " x cp" * (axes.get("cp", 1) > 1)
+    if numbers["gpus"] != ranks:
+        raise ValueError(f"gpus is {numbers['gpus']}, but dp x pp x tp{by_cp} is {ranks}")
+    words = {column: row[column] for column in WORDS if row.get(column)}
+    if layers := words.get("layers_of_stage"):
+        words["layers_of_stage"] = tuple(_whole_text("layers_of_stage", part) for part in layers.split("-"))
+    elif models[name].num_layers < axes["pp"] <= models[name].num_layers + engine_of(engine).other_blocks:
+        words["layers_of_stage"] = tuple(layers_by_cost(models[name], axes["pp"]))
     recompute = _word(row, "recompute", RECOMPUTE)
-    sharded_sequence = tp > 1 and _word(row, "sp", ("yes", "no")) == "yes"
+    sharded_sequence = axes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
     layout = Layout(
-        dp=dp,
-        pp=pp,
-        tp=tp,
+        **axes,
+        **words,
         zero_stage=numbers["zero"],
         sequence_parallel=sharded_sequence,
         regather=sharded_sequence,
         micro_batch=numbers["mbs"],
         micro_batches=numbers["grad_acc"],
         recompute="none" if recompute == "operators" else recompute,
-        **changes,
     )
     tokens = _whole(row, "seq") if row.get("seq") else seq_len
     config = models[name]
@@ -239,7 +222,7 @@ def told(one: Estimate | str) -> dict[str, str]:
         "predicted_mem_gb": f"{one.logged_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
         "predicted_mfu_pct": f"{100 * one.mfu:.2f}",
-        "fits": "yes" if one.fits else "no",
+        "fits": "yes" if one.may_run else "no",
         "why": one.why,
     }
 

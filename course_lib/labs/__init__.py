@@ -1,6 +1,7 @@
 """Labs: what to run on a real cluster for each chapter, and the measured values beside the modelled ones.
 
-table.py         the labs: what is compared, model, questions
+labs.toml        the labs: what is compared, questions
+table.py         a lab as a record: its layouts on so many ranks, its model
 sheet.py         a lab's sheet as Markdown, and the form with what was measured; all from the table
 measure.py       what ranks measure: a step of each layout of a lab, or each way to sum
 __main__.py      python -m course_lib.labs 05: a lab under torchrun, srun, accelerate or alone

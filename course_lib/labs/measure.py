@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import textwrap
 from statistics import median
 
 import torch
@@ -11,7 +12,9 @@ from course_lib import comm
 from course_lib.cluster.measure import device_name, timed
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
+from course_lib.labs.sheet import Machine, form
 from course_lib.labs.table import SUMMED_BYTES, SUMMED_BYTES_ON_CPU, lab_named
+from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
 from course_lib.minimal.ring import all_reduce_through_rank_0, ring_all_reduce
@@ -47,6 +50,18 @@ def run_lab(chapter: str, rounds: Size = ROUNDS) -> dict:
         "nodes": len(set(comm.all_gather_json(socket.gethostname(), world))),
         "runs": runs,
     }
+
+
+@checked
+def on_gpus(chapter: str) -> str:
+    """Run a chapter's lab on GPUs of this machine, a rank on each, and return its form; or say how many it needs."""
+    lab, gpus = lab_named(chapter), torch.cuda.device_count()
+    ranks = max((size for size in lab.ranks if size <= gpus), default=0)
+    if not ranks:
+        found = f"Here {gpus or 'no'} GPU{'s' * (gpus != 1)}; with {min(lab.ranks)} or more this cell measures lab "
+        return textwrap.fill(f"{found}{lab.chapter}: {lab.title}.", 88)
+    measured = launch(run_lab, ranks, lab.chapter, backend="nccl", timeout=60.0 * lab.minutes, quiet=True)[0]
+    return form(lab, measured, Machine(nodes=1, gpus_per_node=ranks))
 
 
 def measure_layout(config: ModelConfig, layout: Layout, seq_len: int, rounds: int) -> dict:

@@ -1,13 +1,14 @@
-"""The labs. Each compares layouts of one model on the same ranks, and the first ways to sum a tensor over ranks.
+"""The labs: each compares layouts of one model on the same ranks, and the first ways to sum a tensor over ranks.
 
 On the CPU a toy stands for the model, and a small tensor for the large one.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from course_lib.config import ModelConfig, MoeConfig, preset
 from course_lib.layout import Layout
-from course_lib.validate import Size, check_fields, checked
+from course_lib.validate import Size, check_fields, checked, read_toml
 
 # Small enough for one GPU of 40 GB without any cut, and all of 8 ranks divide it: heads, layers, experts.
 DENSE = ModelConfig("1.1B", 16, 2048, 32, 8, d_ff=8192, vocab_size=32_768, max_seq_len=4096)
@@ -66,103 +67,7 @@ class Lab:
         return preset("toy-moe" if self.experts else "toy"), SEQ_LEN_ON_CPU
 
 
-_LABS = (
-    Lab(
-        "00", "Three ways to sum a tensor over all ranks", "00_ranks_and_collectives", (),
-        "Through rank 0 all bytes pass one rank. In a ring each rank sends at most twice the tensor.",
-        ("How many times slower is the way through rank 0?", "Why is the backend faster than the ring by hand?"),
-    ),
-    Lab(
-        "01", "Memory of one GPU: constant and per sequence", "01_single_gpu_memory",
-        ("dp=1", "dp=1,micro_batch=2"),
-        "Parameters, gradients and optimizer states take the same in both runs. Activations take twice as much.",
-        (
-            "Compute both parts from the two peaks. How many bytes per parameter is the constant part?",
-            "How many TFLOP/s does the GPU reach, and what is the MFU?",
-        ),
-        ranks=ONE_GPU,
-    ),
-    Lab(
-        "02", "The same batch with less memory", "02b_activations",
-        ("dp=1,micro_batch=2", "dp=1,micro_batches=2", "dp=1,micro_batch=2,recompute=full"),
-        "Two micro-batches in place of one, or recomputation: both lower the peak, at different costs.",
-        ("Which of the two saves more, and what does each cost in seconds?", "When would you need both?"),
-        ranks=ONE_GPU,
-    ),
-    Lab(
-        "03", "Data parallelism with and without accumulation", "03_data_parallel",
-        ("dp={n}", "dp={n},micro_batches=8"),
-        "Gradients are summed once per step. With more micro-batches per step the same bytes serve more tokens.",
-        ("By which factor do tokens per second rise with 8 micro-batches?", "Which bytes stay the same, and why?"),
-    ),
-    Lab(
-        "04", "Memory of ZeRO 0, 1 and 3", "04_zero",
-        ("dp={n}", "dp={n},zero_stage=1", "dp={n},zero_stage=3"),
-        "The peak falls from stage to stage. Stage 3 sends half as many bytes again.",
-        ("How many GB does each stage save, and how many did you expect?", "What does stage 3 cost in seconds?"),
-    ),
-    Lab(
-        "05", "Tensor parallelism inside a node and across nodes", "05_tensor_parallel",
-        ("dp={n}", "dp=2,tp={half}", "tp={n},micro_batches=2"),
-        "With two nodes the ranks of tp={half} share a node, and those of tp={n} do not.",
-        ("How much slower is the layout whose sums cross the network?", "Which of its sums could hide?"),
-    ),
-    Lab(
-        "06", "Memory of sequence parallelism", "06_sequence_parallel",
-        ("dp=2,tp={half}", "dp=2,tp={half},sequence_parallel=true"),
-        "Norms and the residual stream are cut along the sequence: the peak falls, and the bytes sent stay the same.",
-        ("How many GB does the peak fall?", "Why are the bytes sent the same, although there are twice as many calls?"),
-    ),
-    Lab(
-        "07", "Three ways of context parallelism", "07_context_parallel",
-        ("cp={n}", "cp={n},cp_method=all_gather", "cp={n},cp_method=ulysses"),
-        "All three compute the same. A ring hides its steps only where a rank has enough tokens.",
-        ("Which way is fastest here, and which has the lowest peak?", "From how many tokens on would the ring hide?"),
-    ),
-    Lab(
-        "08", "The bubble of a pipeline", "08_pipeline_parallel",
-        ("pp={n},micro_batches={n}", "pp={n},micro_batches={many}"),
-        "The bubble is (pp - 1) / micro_batches of the time without it.",
-        ("Which share of the step was the bubble in each run?", "Why does the peak hardly rise with 1F1B?"),
-    ),
-    Lab(
-        "09", "Experts on every rank or spread over ranks", "09b_expert_parallel",
-        ("dp={n}", "dp={n},ep={n}"),
-        "Spread experts need less memory and fewer summed gradients, and two all-to-alls per layer and direction.",
-        ("What do the all-to-alls cost, and what do they save?", "What happens if one expert gets most tokens?"),
-        experts=True,
-    ),
-    Lab(
-        "10", "Several axes at once", "10_five_d",
-        ("dp=2,tp={half},sequence_parallel=true", "tp={half},pp=2,micro_batches=8", "dp={half},pp=2,micro_batches=8"),
-        "The network joins two nodes: along dp, along pp, or along pp with more data parallelism inside.",
-        ("Which layout is fastest, and was it predicted to be?", "Which axis sends most bytes over the network?"),
-    ),
-    Lab(
-        "11", "Is the order of a planner the measured order?", "11_finding_a_configuration",
-        (
-            "dp={n},zero_stage=1,micro_batches=4",
-            "dp={half},tp=2,zero_stage=1,micro_batches=8",
-            "dp={half},pp=2,zero_stage=1,micro_batches=8",
-        ),
-        "Three layouts with the same global batch. The model ranks them before anything runs.",
-        (
-            "Is the measured order the modelled one?",
-            "Which modelled rate would you correct first? Predict again with `course calibrate`.",
-        ),
-    ),
-    Lab(
-        "12", "Which axis may cross the network", "12_on_a_cluster",
-        ("tp={half},pp=2,micro_batches=8", "tp={half},pp=2,micro_batches=8,order=tp-dp-cp-pp"),
-        "The same two axes twice: first pp joins the nodes, then tp. The bytes are the same, and cross another link.",
-        (
-            "Hand in what check.sbatch printed. Which link is slowest?",
-            "How much slower is the second layout, and which link does it wait for?",
-            "Submit site/train.sbatch and kill one rank. From which step does the run go on, and what was lost?",
-        ),
-    ),
-)  # fmt: skip
-LABS = {lab.chapter: lab for lab in _LABS}
+LABS = {chapter: Lab(chapter, **fields) for chapter, fields in read_toml(Path(__file__).with_name("labs.toml")).items()}
 
 
 @checked

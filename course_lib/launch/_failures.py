@@ -80,12 +80,7 @@ def first_failure(failures: dict[int, Failure]) -> int:
 
 
 def failure_text(
-    rank: int,
-    world_size: int,
-    failures: dict[int, Failure],
-    places: dict[int, str],
-    stderr: str,
-    nodes: dict[int, str],
+    rank: int, world_size: int, failures: dict[int, Failure], places: dict[int, str], stderr: str, nodes: dict[int, str]
 ) -> str:
     """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
     failure = failures[rank]

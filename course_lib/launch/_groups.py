@@ -65,7 +65,7 @@ def end_groups(leaders: Iterable[int]) -> None:
 
 def end_own_group() -> None:
     """End this rank and the processes it has started."""
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+    if os.getpgid(0) == os.getpid():
         own = [*members_of([os.getpid()]), *descendants_of([psutil.Process()])]
         kill_all_but_trackers([member for member in own if member.pid != os.getpid()])
     os._exit(1)

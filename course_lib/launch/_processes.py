@@ -1,4 +1,4 @@
-"""Where ranks come from: a fork server on Linux and macOS, `spawn` on Windows.
+"""Where ranks come from: a fork server.
 
 The fork server is a second process that has imported torch, has touched no GPU and has started no thread. For every
 launch it forks one child per rank, which takes milliseconds. The notebook's own process is never forked: once it has
@@ -8,7 +8,6 @@ used a GPU or OpenMP, its copies hang.
 import atexit
 import contextlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,9 +20,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-import psutil
-
-from course_lib.launch import _groups, _rank
 from course_lib.launch._fork_server import EXIT
 
 PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
@@ -31,27 +27,14 @@ NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "che
 START_LIMIT_S = 120.0
 
 
-def start_method(platform: str) -> str:
-    """How ranks are started on `sys.platform`: Windows cannot fork."""
-    return "spawn" if platform == "win32" else "forkserver"
-
-
-def prepare(method: str) -> None:
+def prepare() -> None:
     """Have the fork server ready: only the first launch of a notebook waits here."""
-    if method == "forkserver":
-        teaching = [
-            name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(NOT_FOR_RANKS)
-        ]
-        used = [name for name in PRELOAD_IF_USED if name in sys.modules]
-        _server_of_this_process().request(("prepare", used + teaching), [])
+    teaching = [name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(NOT_FOR_RANKS)]
+    used = [name for name in PRELOAD_IF_USED if name in sys.modules]
+    _server_of_this_process().request(("prepare", used + teaching), [])
 
 
-def start_world(folder: str, world_size: int, method: str) -> "ForkedWorld | SpawnedWorld":
-    """Start `world_size` ranks on the launch described in `folder`."""
-    return SpawnedWorld(folder, world_size) if method == "spawn" else ForkedWorld(folder, world_size)
-
-
-class ForkedWorld:
+class World:
     """Ranks forked by this kernel's fork server."""
 
     def __init__(self, folder: str, world_size: int):
@@ -127,44 +110,6 @@ def interrupts_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if noted:
         raise KeyboardInterrupt
-
-
-class SpawnedWorld:
-    """Ranks as fresh interpreters: slower (seconds), but it works where there is no fork."""
-
-    def __init__(self, folder: str, world_size: int):
-        context = multiprocessing.get_context("spawn")
-        self.connections, self._processes = [], []
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_rank.run_rank, args=(rank, folder, theirs), daemon=True)
-                self.connections.append(ours)
-                process.start()
-                self._processes.append(process)
-                theirs.close()
-        except BaseException:
-            self.end()
-            raise
-        self.exits = [process.sentinel for process in self._processes]
-        self.pids = [process.pid for process in self._processes]
-
-    def exit_of(self, rank: int) -> tuple[int | None, float]:
-        self._processes[rank].join()
-        return self._processes[rank].exitcode, time.monotonic()
-
-    def end(self) -> None:
-        pids = [process.pid for process in self._processes if process.is_alive()]
-        started = _groups.descendants_of(map(psutil.Process, pids))
-        for process in self._processes:
-            process.kill()
-        _groups.kill_all_but_trackers(started)
-        if hasattr(os, "killpg"):
-            _groups.end_groups([process.pid for process in self._processes])
-        for process in self._processes:
-            process.join(5)
-        for connection in self.connections:
-            connection.close()
 
 
 # --- the notebook's side of the fork server

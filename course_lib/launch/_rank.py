@@ -15,6 +15,7 @@ import linecache
 import multiprocessing.resource_tracker
 import os
 import pickle
+import resource
 import signal
 import stat
 import sys
@@ -27,13 +28,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from course_lib.devices import BACKENDS, device_for, set_rank_device
+from course_lib.devices import BACKENDS, device_for, peak_memory_bytes, set_rank_device
 from course_lib.launch import _groups, _network
 
 MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
@@ -53,7 +55,7 @@ class Settings:
     """Everything a rank takes over from the notebook process, so that code behaves there as it does in the cell."""
 
     world_size: int
-    backend: str | None  # of devices.BACKENDS; None: no process group (the process that hosts accelerate's launcher)
+    backend: str  # of devices.BACKENDS
     threads: int
     deadline: float  # on time.monotonic(), which all processes of a machine share
     environment: dict[str, str]
@@ -105,38 +107,42 @@ class Link:
 
 def run_rank(rank: int, folder: str, connection: Connection) -> None:
     """Be rank `rank` of the launch described in `folder`. Never returns."""
-    global link
-    if hasattr(os, "setsid"):
-        os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
+    os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
     _groups.adopt_orphans()
-    link = Link(rank, connection)
-    link.start_listening()
-    place = Path(folder)
-    message, backend = None, None
+    to_notebook = Link(rank, connection)
+    to_notebook.start_listening()
+    be_rank(to_notebook, Path(folder), lambda settings: settings, to_notebook.leave.wait)
+
+
+def be_rank(to_notebook, folder: Path, here: Callable[[Settings], Settings], wait_to_leave: Callable) -> NoReturn:
+    """Prepare this process, call the function, tell how it went, and leave when all do.
+
+    here            completes the notebook's settings by what only this process knows
+    wait_to_leave   ranks leave together: one that left early would break peers that are still talking to it
+    """
+    global link
+    link = to_notebook
     try:
-        settings = pickle.loads((place / "settings.pkl").read_bytes())
-        backend = settings.backend
-        prepare_process(rank, settings, place)
-        message = call(rank, settings, place, link.send)
+        settings = here(pickle.loads((folder / "settings.pkl").read_bytes()))
+        prepare_process(link.rank, settings, folder)
+        message = call(link.rank, settings, folder, link.send)
     except BaseException as error:
         message = ("failed", describe(error, "start"))
     flush_output()
     link.send(*message)
-    # Ranks leave together: one that left early would break peers that are still talking to it.
-    link.leave.wait()
-    if backend == "nccl" and message[0] == "done":
+    wait_to_leave()
+    if message[0] == "done" and settings.backend == "nccl":
         dist.destroy_process_group()  # NCCL holds GPU memory; gloo only sockets, which end with the process
     finish()
     os._exit(0)  # no interpreter shutdown: a forgotten thread cannot hold the rank back
 
 
-def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None] = lambda name: None) -> tuple:
+def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None]) -> tuple:
     """Join the world, call the function, write its result; the message for the notebook says how it went."""
     kind = "start"
     try:
-        if settings.backend is not None:
-            join_world(rank, settings, folder)
-            tell("joined")
+        join_world(rank, settings, folder)
+        tell("joined")
         kind = "load"
         function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
         fill_main_module([function, *args])
@@ -146,7 +152,7 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None] 
         seconds = time.perf_counter() - start
         kind = "result"
         (folder / f"{rank}.result").write_bytes(dump_result(value))
-        return "done", seconds, peak_bytes()
+        return "done", seconds, peak_memory_bytes("cuda" if torch.cuda.is_initialized() else "cpu")
     except SystemExit as error:
         return "failed", describe(error, "exit" if kind == "exception" else kind)
     except BaseException as error:
@@ -164,13 +170,13 @@ def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     sys.path[:] = settings.sys_path
     linecache.cache.update(settings.cell_sources)
     redirect_output(rank, folder)
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack_file = open(folder / f"{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open until the process ends
     faulthandler.enable(stack_file)  # SIGSEGV, SIGABRT: the Python lines that led there
     dump_s = max(settings.deadline - time.monotonic(), 0) + DUMP_S
     faulthandler.dump_traceback_later(dump_s, file=stack_file)
-    no_core_dump()
+    # A crash is reported in the cell; a core file of gigabytes would only slow it down.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     torch.set_num_threads(settings.threads)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # forked ranks would all draw the same "random" numbers
@@ -193,8 +199,7 @@ def rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]
 
 def loopback_interface(platform: str) -> str:
     """Name of the loopback network interface on `sys.platform`."""
-    names = {"linux": "lo", "darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}
-    return names.get(platform, "lo")
+    return "lo0" if platform == "darwin" else "lo"
 
 
 def redirect_output(rank: int, folder: Path) -> None:
@@ -245,14 +250,6 @@ def finish() -> None:
         tracker._stop()
 
 
-def no_core_dump() -> None:
-    """A crash is reported in the cell; a core file of gigabytes would only slow it down."""
-    if os.name == "posix":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
 def join_world(rank: int, settings: Settings, folder: Path) -> None:
     """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide.
 
@@ -279,20 +276,6 @@ def fill_main_module(objects: list) -> None:
         if getattr(obj, "__module__", None) == "__main__":
             main.__dict__.update(getattr(obj, "__globals__", {type(obj).__name__: type(obj)}))
     sys.modules["__main__"] = main
-
-
-def peak_bytes() -> int:
-    """Most memory this rank held: of its GPU if it used one, else of the whole process (torch itself included)."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    if os.name == "posix":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    import psutil
-
-    return psutil.Process().memory_info().peak_wset
 
 
 class ResultPickler(cloudpickle.Pickler):

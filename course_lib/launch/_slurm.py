@@ -14,32 +14,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from course_lib.launch import _failures, _rank
+from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._file_link import FileLink
 from course_lib.launch._watch import Outcome, Output, Watch, read_text
 from course_lib.launch.rendezvous import check_owned
+from course_lib.validate import Count, Size, check_fields
 
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
-ALIVE_S = 2.0  # how often the notebook shows the ranks that it is still there
-LOST_S = 60.0  # ranks that have not seen it for so long end the job
+LOST_S = 60.0  # so long after the limit of a launch its job ends by itself, if the notebook is gone
 LEAVE_S = 10.0
 CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
 LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
-REASONS = {  # of squeue, for those who see them the first time
-    "Resources": "waiting for nodes to become free",
-    "Priority": "other jobs come first",
-    "None": "not looked at yet",
-    "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "PartitionDown": "this partition is closed",
-    "AssocMaxJobsLimit": "your account runs as many jobs as it may",
-    "Dependency": "waiting for another job",
-}
-NEVER = {  # and reasons with which a job would wait for ever
+NEVER = {  # reasons of squeue with which a job would wait for ever
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows: use fewer nodes",
     "PartitionTimeLimit": "it asks for more time than the partition allows: use a smaller time_min",
     "BadConstraints": "no node has all that it asks for: ask for less on each node",
@@ -56,38 +48,29 @@ class Slurm:
 
     nodes, ntasks_per_node   ranks are their product
     partition, account       as your cluster names them; None: its defaults
-    gpus_per_node            None: one for each rank where the partition's nodes have as many; 0: none, ranks use gloo
+    gpus_per_node            as many as ntasks_per_node: a GPU for each rank, and NCCL; 0: none, ranks use gloo
     time_min                 minutes after which Slurm ends the job, whatever it does
     options                  more of sbatch's, by their long names: {"mem": "8G", "exclusive": True}
     folder                   seen under this path by this machine and by all nodes; for each launch a folder of mode 700
                              is made in it and removed again
     """
 
-    nodes: int = 2
-    ntasks_per_node: int = 2
+    nodes: Size = 2
+    ntasks_per_node: Size = 2
     partition: str | None = None
-    gpus_per_node: int | None = None
-    time_min: int = 10
+    gpus_per_node: Count = 0
+    time_min: Size = 10
     account: str | None = None
     options: dict[str, str | int | bool] = field(default_factory=dict)
     folder: str = "~/.cache/course_lib/slurm"
 
     def __post_init__(self):
-        for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("time_min", 1)):
-            value = getattr(self, name)
-            if value is None and name == "gpus_per_node":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not isinstance(self.options, dict):
-            raise ValueError(
-                f'options must be a dict of sbatch\'s long options, got {self.options!r}; try {{"mem": "8G"}}'
-            )
+        check_fields(self)
         for name in ("partition", "account"):
             if getattr(self, name) is not None:
                 _check_value(name, getattr(self, name))
         for name, value in self.options.items():
-            if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z_-]*", name):
+            if not re.fullmatch(r"[a-z][a-z_-]*", name):
                 raise ValueError(f"options: {name!r} is no long option of sbatch; write {{'mem': '8G'}} for --mem=8G")
             if name.replace("_", "-") in OURS:
                 raise ValueError(f"options: {name!r} is set by the launch; use the arguments of Slurm(...)")
@@ -96,14 +79,6 @@ class Slurm:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ntasks_per_node
-
-    def with_gpus(self) -> "Slurm":
-        """Return the allocation with its GPUs in numbers, after a look at what the partition's nodes have."""
-        if self.gpus_per_node is not None:
-            return self
-        said = _ask("sinfo", "--noheader", "--format=%P|%G") if shutil.which("sinfo") else None
-        found = gpus_of_a_node(said or "", self.partition)
-        return replace(self, gpus_per_node=self.ntasks_per_node if found >= self.ntasks_per_node else 0)
 
     def check_launch(self, world_size: int, timeout: float) -> None:
         """Whether this machine can hand in such a job. Nothing is sent yet."""
@@ -137,16 +112,6 @@ class Slurm:
         return str(folder)
 
 
-def gpus_of_a_node(said: str, partition: str | None) -> int:
-    """Return the most GPUs of one node in the partition, or in the default one, from sinfo's lines `name*|gres`."""
-    most = 0
-    for line in said.splitlines():
-        name, _, gres = line.strip().partition("|")
-        if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
-            most = max(most, sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", gres)))
-    return most
-
-
 def _check_value(name: str, value) -> None:
     if not isinstance(value, str | int) or not re.fullmatch(r"[^\x00-\x1f]+", str(value)) or value is False:
         raise ValueError(f"{name} must be a text of one line, a number or True, got {value!r}")
@@ -155,23 +120,23 @@ def _check_value(name: str, value) -> None:
 def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
     """Hand in the job, wait for its ranks, end it."""
     world = SlurmWorld(folder, settings.world_size)
-    waiting = WaitingLine()
+    start, bar = time.monotonic(), open_bar()
     try:
         world.submit(where, timeout, settings)
         watch = SlurmWatch(world, settings.world_size, output, folder / "ranks")
         while not watch.nodes:
             watch.look()
-            waiting.show(world)
+            bar.draw(world.waits(), int(time.monotonic() - start), None)
             if world.state == "PENDING" and world.reason in NEVER:
                 raise RankError(f"{world.job} would wait for ever ({world.reason}): {NEVER[world.reason]}")
-        waiting.clear()
+        bar.close()
         watch.until(time.monotonic() + timeout)
         if watch.unfinished() or watch.failures:
             watch.ask_where()
         else:
             watch.let_leave(LEAVE_S)
     finally:
-        waiting.clear()
+        bar.close()
         world.end()
     return Outcome(watch.done, watch.failures, watch.places, watch.nodes)
 
@@ -186,8 +151,7 @@ class SlurmWorld:
         self.exits = []
         self.job: str | None = None  # not handed in yet
         self.state, self.reason = "PENDING", "None"
-        self._asked_at = self._shown_at = -math.inf
-        (folder / "ranks" / "alive").touch()
+        self._asked_at = -math.inf
         FileLink(folder / "ranks" / "master").make()
 
     def submit(self, where: Slurm, timeout: float, settings: _rank.Settings) -> None:
@@ -213,16 +177,16 @@ class SlurmWorld:
         self.job = f"Slurm job {job.job_id}"
 
     def look(self) -> None:
-        """Ask Slurm how the job is, and show the ranks that the notebook is still there; not too often."""
-        now = time.monotonic()
-        if now - self._shown_at > ALIVE_S:
-            (self.folder / "ranks" / "alive").write_text(str(now))
-            self._shown_at = now
-        if now - self._asked_at > STATE_S:
+        """Ask Slurm how the job is; not too often."""
+        if time.monotonic() - self._asked_at > STATE_S:
             said = _ask("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%T|%r")
             if said is not None:
                 self.state, _, self.reason = (said.strip() or "GONE|no trace of it").partition("|")
             self._asked_at = time.monotonic()
+
+    def waits(self) -> str:
+        """That the job waits, and why, in Slurm's word."""
+        return f"{self.job} waits ({self.reason})" if self.state == "PENDING" else f"{self.job} starts"
 
     def log(self) -> str:
         """The end of what Slurm and the tasks wrote, beside the ranks' own output."""
@@ -259,10 +223,8 @@ class Connection:
     def __init__(self, ranks: Path, rank: int):
         self._said = FileLink(ranks / f"{rank}.said").make()
         self._asked = FileLink(ranks / f"{rank}.asked").make()
-        for name in ("out", "err"):
-            (
-                ranks / f"{rank}.{name}"
-            ).touch()  # a network file system shows late what was missing when it was looked for
+        for name in ("out", "err"):  # a network file system shows late what was missing when it was looked for
+            (ranks / f"{rank}.{name}").touch()
         self._messages: list[tuple] = []
 
     def poll(self) -> bool:
@@ -308,31 +270,6 @@ class SlurmWatch(Watch):
         lines = [f"{world.job} of {self._world_size} ranks was ended by Slurm: {world.state}{reason}"]
         lines += _failures.place_lines(self.places, self.nodes)
         return "\n".join([*lines, world.log()]).rstrip()
-
-
-class WaitingLine:
-    """One line that is written anew while the job waits: why, and how long already."""
-
-    def __init__(self):
-        self._start = time.monotonic()
-        self._shown = ""
-
-    def show(self, world: SlurmWorld) -> None:
-        waited_s = int(time.monotonic() - self._start)
-        said = f"{world.reason}: {REASONS[world.reason]}" if world.reason in REASONS else world.reason
-        text = f"{world.job} waits, {waited_s} s ({said})" if world.state == "PENDING" else f"{world.job} starts"
-        if waited_s >= 1 and text != self._shown:
-            self._write(text)
-
-    def clear(self) -> None:
-        if self._shown:
-            self._write("")
-            self._write("")  # blanks stand there now: back to the line's begin
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write("\r" + text.ljust(len(self._shown)))
-        sys.stderr.flush()
-        self._shown = text
 
 
 def _extra_options(where: Slurm) -> dict[str, str | int | bool]:

@@ -8,7 +8,6 @@ same functions of _rank.py.
 import contextlib
 import faulthandler
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -38,9 +37,19 @@ class RankLink(FileLink):
         super().__init__(path)
         self.rank = rank
 
+    def send(self, name: str, *content) -> None:
+        """Send a message; of a failure with the time of the clock that nodes share."""
+        if name == "failed":
+            content = (replace(content[0], when=time.time()),)
+        super().send(name, *content)
+
 
 def be_host(folder: str, timeout: float, lost_s: float) -> None:
-    """Be the host of this task's rank until the rank has ended. Called by submitit in every task."""
+    """Be the host of this task's rank until the rank has ended. Called by submitit in every task.
+
+    The notebook ends the job at the launch's limit; if it is gone, the job ends itself lost_s later.
+    """
+    give_up = time.monotonic() + timeout + lost_s
     rank, ranks = int(os.environ["SLURM_PROCID"]), Path(folder)
     to_notebook = RankLink(rank, ranks / f"{rank}.said")
     to_notebook.send("node", os.environ["SLURMD_NODENAME"])
@@ -49,18 +58,18 @@ def be_host(folder: str, timeout: float, lost_s: float) -> None:
     if child == 0:
         be_rank(ranks, timeout, to_notebook, to_host)
     try:
-        code = attend(child, ranks, to_notebook, to_rank, lost_s)
-    except BaseException:  # such as the folder gone, when the host of rank 0 has found the notebook lost
+        code = attend(child, ranks, to_notebook, to_rank, give_up)
+    except BaseException:  # such as the folder gone
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         raise
     if code is not None:
         frames = stack(ranks / f"{rank}.stack")
         to_notebook.send("failed", _rank.Failure("died", time.time(), [(frames, "")] if frames else [], code))
-        wait_for_the_end(ranks, lost_s)  # the notebook asks the other ranks where they stand, then it ends the job
+        time.sleep(max(0.0, give_up - time.monotonic()))  # the notebook asks where the others stand, then ends the job
 
 
-def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, lost_s: float) -> int | None:
+def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, give_up: float) -> int | None:
     """Wait for the end of the rank, and answer for it. Its exit code if it ended without being asked to."""
     asked_to_end = []
 
@@ -71,7 +80,7 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's notice that the job's time is nearly over
     place = ranks / f"{to_notebook.rank}.where"
-    questions, notebook = FileLink(ranks / f"{to_notebook.rank}.asked"), Notebook(ranks, lost_s)
+    questions = FileLink(ranks / f"{to_notebook.rank}.asked")
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -88,41 +97,11 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, 
                 to_rank.send(question)
                 time.sleep(2 * POLL_S)  # faulthandler writes at once, whatever the rank is doing
                 to_notebook.send("where", stack(place), to_rank.recv() if to_rank.poll() else "")
-        if notebook.is_lost():
+        if time.monotonic() > give_up:
             os.killpg(child, signal.SIGKILL)
-            notebook.end_job(to_notebook.rank)
-        time.sleep(POLL_S)
-
-
-class Notebook:
-    """Whether the notebook process is still there. It changes a file every few seconds; no clock is compared."""
-
-    def __init__(self, ranks: Path, lost_s: float):
-        self._ranks = ranks
-        self._lost_s = lost_s
-        self._seen = b""
-        self._seen_at = self._looked_at = time.monotonic()
-
-    def is_lost(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked_at > self._lost_s / 10:
-            self._looked_at = now
-            with contextlib.suppress(FileNotFoundError):  # gone: nobody will change it again
-                content = (self._ranks / "alive").read_bytes()
-                if content != self._seen:
-                    self._seen, self._seen_at = content, now
-        return now - self._seen_at > self._lost_s
-
-    def end_job(self, rank: int) -> None:
-        """Nobody waits for this job any more: end it (srun ends all tasks when one fails), and leave no files."""
-        if rank == 0:
-            shutil.rmtree(self._ranks.parent, ignore_errors=True)
-        sys.exit(f"the notebook has given no sign of life for {self._lost_s:g} s")
-
-
-def wait_for_the_end(ranks: Path, lost_s: float) -> None:
-    notebook = Notebook(ranks, lost_s)
-    while not notebook.is_lost():
+            if to_notebook.rank == 0:
+                shutil.rmtree(ranks.parent, ignore_errors=True)  # nobody waits for these files
+            sys.exit("the notebook is gone")  # srun ends all tasks when one fails
         time.sleep(POLL_S)
 
 
@@ -130,38 +109,29 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink, to_host: Connect
     """Be the rank: as `_rank.run_rank` on one machine. Never returns."""
     rank = to_notebook.rank
     os.setpgid(0, 0)  # it is ended with the processes that it has started
-    _rank.link = to_notebook
     for number in (signal.SIGCONT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # submitit has handlers for them, which a fork inherits
     places = (ranks / f"{rank}.where").open("w")
     faulthandler.register(signal.SIGUSR1, file=places)
     faulthandler.register(signal.SIGTERM, file=places, chain=True)  # writes where it stands, then ends it
     threading.Thread(target=tell_tensors, args=(to_host, threading.get_ident()), daemon=True).start()
-    try:
-        settings = pickle.loads((ranks / "settings.pkl").read_bytes())
+
+    def here(settings: _rank.Settings) -> _rank.Settings:
         place, store = meet(ranks, timeout)
-        settings = replace(
+        return replace(
             settings,
             deadline=time.monotonic() + timeout,  # each machine has a clock of its own
             environment=environment_here(settings.environment),
             variables={"OMP_NUM_THREADS": str(settings.threads), "MPLBACKEND": "Agg", **as_torchrun(place)},
             store=store,
         )
-        _rank.prepare_process(rank, settings, ranks)
-        message = _rank.call(rank, settings, ranks, to_notebook.send)
-    except BaseException as error:
-        message = ("failed", _rank.describe(error, "start"))
-    _rank.flush_output()
-    if message[0] == "failed":
-        message = ("failed", replace(message[1], when=time.time()))
-    to_notebook.send(*message)
-    questions = FileLink(ranks / f"{rank}.asked")
-    while ("leave",) not in questions.receive():  # ranks leave together
-        time.sleep(POLL_S)
-    if dist.is_initialized() and settings.backend == "nccl":
-        dist.destroy_process_group()
-    _rank.finish()
-    os._exit(0)
+
+    def wait_to_leave() -> None:
+        questions = FileLink(ranks / f"{rank}.asked")
+        while ("leave",) not in questions.receive():
+            time.sleep(POLL_S)
+
+    _rank.be_rank(to_notebook, ranks, here, wait_to_leave)
 
 
 def tell_tensors(to_host: Connection, main_thread_id: int) -> None:

@@ -1,7 +1,6 @@
 """Run a function on real processes from a notebook cell, and get back what each of them returned."""
 
 import dataclasses
-import functools
 import importlib
 import io
 import linecache
@@ -21,12 +20,13 @@ import cloudpickle
 import torch
 
 from course_lib.devices import choose_backend, pack, unpack
-from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
+from course_lib.launch import _failures, _processes, _rank, _slurm
 from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
 from course_lib.launch._watch import Outcome, Output, Watch
 from course_lib.launch.limits import usable_memory
+from course_lib.validate import instance, number, whole
 
 __all__ = ["RankError", "Results", "Slurm", "launch", "progress", "report"]
 
@@ -85,7 +85,6 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     *args,
     timeout: float = 120.0,
     backend: str = "auto",
-    via: str = "processes",
     live: bool = False,
     threads: int = 1,
     quiet: bool = False,
@@ -103,7 +102,6 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
               "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
-    via       "processes", or "accelerate": accelerate.notebook_launcher; _accelerate.py has its limits
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same
@@ -116,15 +114,14 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
         raise RuntimeError(
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
-    _check_arguments(fn, world_size, timeout, via, threads, where, on_report)
+    _check_arguments(fn, world_size, timeout, threads, where, on_report)
     _check_current_folder()
-    where = where and where.with_gpus()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
     start = time.monotonic()
     if where is None:
-        _processes.prepare(_processes.start_method(sys.platform))  # before there is a folder, and a clock that runs
+        _processes.prepare()  # before there is a folder, and a clock that runs
     # Of mode 700: who can write there can run code as its owner.
     folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
     try:
@@ -134,10 +131,10 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
         output = Output(ranks, world_size, live, on_report)
-        run = _accelerate.run if via == "accelerate" else _run_processes
-        if where is not None:
-            run = functools.partial(_slurm.run, where, timeout)
-        outcome = run(folder, settings, output)
+        if where is None:
+            outcome = _run_processes(folder, settings, output)
+        else:
+            outcome = _slurm.run(where, timeout, folder, settings, output)
         if not quiet:
             output.show()
         _raise_if_failed(world_size, timeout, outcome, output)
@@ -196,48 +193,32 @@ def report(name: str, value: float) -> None:
 
     It stands beside the launch's bar, and goes to the `on_report` of the launch. Outside a launch nobody listens.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a text, got {name!r}; try report('loss', loss)")
+    instance("name", name, str)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"value must be one number, got {value!r}; of a tensor with one element take .item()")
     if _rank.link is not None:
         _rank.link.send("report", name, float(value))
 
 
-def most_ranks(available_bytes: int) -> int:
-    """How many ranks this machine's free memory allows, at most 64."""
-    return max(1, min(MAX_RANKS, available_bytes // RANK_BYTES))
-
-
-def _check_arguments(fn, world_size, timeout, via, threads, where, on_report) -> None:
+def _check_arguments(fn, world_size, timeout, threads, where, on_report) -> None:
     if not callable(fn):
         raise ValueError(
             f"fn must be a function, got {fn!r}; pass the function itself and its arguments after world_size"
         )
-    for name, value in (("world_size", world_size), ("threads", threads)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}; try {name}=2")
-    limit = most_ranks(usable_memory()[1])
+    whole("world_size", world_size)
+    whole("threads", threads)
+    number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
+    limit = max(1, min(MAX_RANKS, usable_memory()[1] // RANK_BYTES))
     if where is None and world_size > limit:
         raise ValueError(
             f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
             f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"timeout must be seconds, more than 0 and at most {MAX_TIMEOUT_S:,}, got {timeout!r}; try 120"
-        )
-    if via not in ("processes", "accelerate"):
-        raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
-    if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
-        raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
     if on_report is not None and not callable(on_report):
         raise ValueError(f"on_report must be a function of (name, value) or None, got {on_report!r}; leave it out")
     if where is not None:
         if not isinstance(where, Slurm):
             raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")
-        if via != "processes":
-            raise ValueError(f"via must be 'processes' in a Slurm job, got {via!r}; leave it out")
         where.check_launch(world_size, timeout)
 
 
@@ -285,8 +266,7 @@ def _dump_function(fn: Callable, args: tuple) -> bytes:
 
 def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
     """Start the ranks, watch them, end them."""
-    method = _processes.start_method(sys.platform)
-    world = _processes.start_world(str(folder / "ranks"), settings.world_size, method)
+    world = _processes.World(str(folder / "ranks"), settings.world_size)
     watch = Watch(world, settings.world_size, output, folder / "ranks")
     try:
         watch.until(settings.deadline)
@@ -313,7 +293,7 @@ def _raise_if_failed(world_size: int, timeout: float, outcome: Outcome, output: 
         raise RankError(_failures.hang_text(world_size, timeout, places, nodes))
 
 
-def _settings(world_size: int, timeout: float, backend: str | None, threads: int) -> _rank.Settings:
+def _settings(world_size: int, timeout: float, backend: str, threads: int) -> _rank.Settings:
     return _rank.Settings(
         world_size=world_size,
         backend=backend,

@@ -1,7 +1,6 @@
 """What this process may use: the machine's memory, or less where a container or a job sets a limit; and its cores."""
 
 import os
-import sys
 from pathlib import Path
 
 import psutil
@@ -29,16 +28,6 @@ def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys
             used = (_number(folder / used_name) or 0) - _cache_bytes(folder / "memory.stat", cache_name)
             total, available = min(total, limit), max(0, min(available, limit - used))
     return total, available
-
-
-def address_space_left() -> int | None:
-    """Return the bytes that this process may still map under its own limit (ulimit -v); None without such a limit."""
-    if sys.platform != "linux":  # elsewhere the limit is not there, or is not kept
-        return None
-    import resource  # Windows has none
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
 def _groups(of_process: Path, mounted_at: Path) -> list[tuple[Path, str]]:

@@ -12,10 +12,9 @@ torchrun's variables win: inside a Slurm job it starts the ranks, and srun only 
 
 Who can reach the ports, and what for. Nothing that ranks send each other is unpickled, so that no port runs code:
 
-    one machine          ranks meet through a file that only their owner can open, and talk over the loopback of a
-                         network of their own, where Linux lets a user make one: else over the machine's, and a line
-                         says so. torchrun and accelerate listen themselves, on all interfaces, at port 29500 unless
-                         told another: for bytes and JSON, as long as their rendezvous is static (their own choice)
+    one machine          over the machine's loopback, which other users of the machine reach too. torchrun and
+                         accelerate listen themselves, on all interfaces, at port 29500 unless told another: for bytes
+                         and JSON, as long as their rendezvous is static (their own choice)
     several machines     rank 0 listens on one address of its node, ranks on those of theirs, without a password: who
                          reaches these ports can disturb a run and change its numbers. A site closes them with a
                          firewall, nodes for one user at a time, or a network of the jobs' own
@@ -25,16 +24,13 @@ Who can reach the ports, and what for. Nothing that ranks send each other is unp
 """
 
 import errno
-import getpass
 import ipaddress
 import os
 import re
-import secrets
 import socket
 import stat
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +40,6 @@ import torch
 import torch.distributed as dist
 
 from course_lib.devices import BACKENDS, choose_backend, device_for, set_rank_device
-from course_lib.launch._network import join_own_network
 from course_lib.launch._rank import loopback_interface
 
 SHARED = "docs/SHARED_MACHINES.md"
@@ -169,12 +164,8 @@ def attempt_of(place: Place, environment: Mapping[str, str]) -> str:
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") if place.local_world_size == place.world_size else "0"
 
 
-def join_world(
-    place: Place, backend: str = "auto", timeout_s: float = 600.0, when_met: Callable[[], None] | None = None
-) -> str:
-    """Initialise torch.distributed and the rank's device; return the backend with the reason, and who else is near.
-
-    when_met    is called when ranks may start threads: one that has some cannot enter a network of its own
+def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> str:
+    """Initialise torch.distributed and the rank's device; return the backend with the reason.
 
     Backends are those of `launch`; "auto" takes NCCL if every rank of every node has a GPU of its own. From here on the
     variables that torchrun sets are set, whoever started the ranks.
@@ -186,11 +177,6 @@ def join_world(
         store = dist.HashStore()
     else:
         store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
-        if place.local_world_size == place.world_size:
-            store = file_of_this_machine(place, store, timedelta(seconds=timeout_s))
-    near = leave_shared_loopback(place, store)
-    if when_met:
-        when_met()
     backend, why = agree_on_backend(place, store, backend)
     device = device_for(backend, place.local_rank)
     set_rank_device(device)
@@ -202,20 +188,7 @@ def join_world(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return f"{why}; {near}" if near else why
-
-
-def leave_shared_loopback(place: Place, store: dist.Store) -> str:
-    """Bring ranks of one machine into a network of their own; where that cannot be, say who can reach their ports."""
-    if place.world_size == 1:
-        return ""
-    if place.local_world_size < place.world_size:
-        return f"whoever reaches these machines reaches the ranks' ports ({SHARED})"
-    if reason := join_own_network(store, place.rank, place.world_size):
-        return f"other users of this machine can reach the ranks' ports, as {reason} ({SHARED})"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[name] = loopback_interface(sys.platform)  # there is no other
-    return ""
+    return f"{why}; who can reach the ranks' ports: {SHARED}" if place.world_size > 1 else why
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:
@@ -253,24 +226,6 @@ def open_store(place: Place, timeout: timedelta) -> dist.TCPStore:
     )  # fmt: skip
 
 
-def file_of_this_machine(place: Place, store: dist.Store, timeout: timedelta) -> dist.Store:
-    """A store in a file that only this user can open; its name comes through the other store, and names nothing else.
-
-    Returns on rank 0 when all have read it: the other store may end with this call.
-
-    Raises   ValueError if the folder for it is not this user's alone, or if the name is none
-    """
-    if place.rank == 0:
-        store.set("file", secrets.token_hex(16))
-    name = store.get("file").decode(errors="replace")
-    if not re.fullmatch(r"[0-9a-f]{32}", name):
-        raise ValueError(f"rank 0 was to name a file, got {name[:40]!r}: another process may use its port; start anew")
-    store.set(f"read/{place.rank}", "")
-    if place.rank == 0:
-        store.wait([f"read/{rank}" for rank in range(place.world_size)], timeout)
-    return dist.FileStore(str(private_folder() / name), place.world_size)
-
-
 def end_script(code: int) -> NoReturn:
     """End this process, a rank that an engine started, with this exit code, once all that it printed is out.
 
@@ -282,20 +237,8 @@ def end_script(code: int) -> NoReturn:
     os._exit(code)
 
 
-def private_folder() -> Path:
-    """A folder of this user's for short-lived files, made if need be. Raises ValueError if others can write there."""
-    folder = Path(tempfile.gettempdir()) / f"course_lib_{getpass.getuser()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or (os.name == "posix" and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise ValueError(f"{folder} is a link, or others can write in it; remove it, or set TMPDIR to one of yours")
-    check_owned(folder)
-    return folder
-
-
 def check_owned(folder: Path) -> None:
     """Raises ValueError if another user than root could put files of his own in place of those in this folder."""
-    if os.name != "posix":  # Windows: a user's own temporary folder
-        return
     status = folder.stat()
     if status.st_uid not in (0, os.geteuid()):
         raise ValueError(

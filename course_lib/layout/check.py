@@ -129,8 +129,8 @@ def _layers_of_stage(layout: Layout) -> str | None:
     layers, stages = layout.layers_of_stage, layout.pp * _stages_of_rank(layout)
     if layers is None:
         return None
-    if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 1 for count in layers):
-        return f"layers_of_stage is {layers!r}; it must have one number, 1 or more, for each stage"
+    if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 0 for count in layers):
+        return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage"
     if len(layers) != stages:
         told = f"layers_of_stage {list(layers)} has {len(layers)} stages"
         return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
@@ -197,7 +197,7 @@ def _stages(config: ModelConfig, pp: Callable[[Layout], int], layout: Layout) ->
         f"{config.name} has {config.num_layers} layers",
         "and each stage needs one",
     )
-    if pp(layout) * each > config.num_layers:
+    if pp(layout) * each > config.num_layers and not layout.layers_of_stage:
         if pp(layout) == 1:
             return f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {has} in all, {need}"
         return f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {has}, {need}"
@@ -232,7 +232,7 @@ def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check
         (partial(_experts, config), ("ep",)),
         (partial(_stages, config, lambda of: 1), ("v", "schedule")),
         (partial(_stages, config, lambda of: of.pp), ("pp", "v")),
-        (lambda of: of.layers_of_stage and check_layers(config, of.layers_of_stage), ("layers_of_stage",)),
+        (lambda of: of.layers_of_stage and check_layers(config, of.layers_of_stage, least=0), ("layers_of_stage",)),
         (partial(_tied_ends, config), ("zero_stage", "schedule")),
     ]
     if seq_len is None:

@@ -81,25 +81,6 @@ def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: 
 # --- checks
 
 
-@checked
-def check_choice(num_experts: Size, top_k: Size, num_groups: Size = 1, max_groups: Size | None = None) -> None:
-    """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
-    max_groups = num_groups if max_groups is None else max_groups
-    if num_experts % num_groups:
-        raise ValueError(
-            f"num_experts ({num_experts}) must be divisible by the number of groups ({num_groups}); "
-            f"choose from {_divisors(num_experts)}"
-        )
-    if not 1 <= max_groups <= num_groups:
-        raise ValueError(f"max_groups is {max_groups}; choose from 1 to the number of groups, {num_groups}")
-    reachable = num_experts // num_groups * max_groups
-    if not 1 <= top_k <= reachable:
-        raise ValueError(
-            f"top_k is {top_k}, but a token can choose from {reachable} experts "
-            f"({max_groups} of {num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
-        )
-
-
 def check_ep(dp_size: Size, ep_size: Size) -> None:
     """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
     if dp_size % ep_size:

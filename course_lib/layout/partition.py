@@ -87,10 +87,10 @@ def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
 
 
 @checked
-def check_layers(config: ModelConfig, layers: Sequence[Count]) -> None:
-    """Raises ValueError unless each stage has a layer, and all together have the model's."""
-    if sum(layers) != config.num_layers or min(layers) < 1:
-        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
+def check_layers(config: ModelConfig, layers: Sequence[Count], least: Count = 1) -> None:
+    """Raises ValueError unless each stage has so many layers at least, and all together have the model's."""
+    if sum(layers) != config.num_layers or min(layers) < least:
+        raise ValueError(f"layers {list(layers)} must each be {least} or more, and {config.num_layers} together")
 
 
 def check_num_stages(num_layers: Size, num_stages: Size) -> None:

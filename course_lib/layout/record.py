@@ -47,7 +47,7 @@ class Layout:
     recompute          "none" | "selective" (the attention core again in backward) | "full" (each block)
     cp_method          "ring" | "all_gather" | "ulysses"
     cp_sharding        "contiguous" | "zigzag" | "striped"
-    layers_of_stage    how many layers each stage has, in the model's order; None: evenly
+    layers_of_stage    how many layers each stage has, in the model's order; None: evenly. 0 where an engine can
     expert_method      "plain" | "once_per_rank": a row for each choice, or one for each rank
     order              the axes on the hardware, outermost first
 

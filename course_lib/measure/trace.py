@@ -127,7 +127,6 @@ def trace_step(path: str | Path, step: Callable[[], object], calls: Calls) -> Pa
 # --- read
 
 
-@checked
 def read_trace(path: str | Path) -> RankTrace:
     """Read the trace of a rank that `trace_step` wrote.
 
@@ -149,7 +148,6 @@ def read_trace(path: str | Path) -> RankTrace:
     return RankTrace(about["rank"], tuple(spans), step_s, "cuda" if on_gpu else "cpu")
 
 
-@checked
 def read_traces(folder: str | Path) -> list[RankTrace]:
     """Read the traces of all ranks in a folder, in the order of their ranks.
 

@@ -19,43 +19,8 @@ axes.py        several axes at once: where a rank sits, over whom a gradient is 
 choose.py      a ladder of layouts to try in order, and where one may stop
 accumulate.py  gradient accumulation
 offload.py     activations that wait in the host's memory
-compare.py     one line each: the difference from one process, bytes sent, bytes held, a trace
-compare_sums.py  the same for an all-reduce: the difference from the sum, bytes sent by each rank
-compare_attention.py  the same for attention over cut sequences: differences, blocks sent, bytes kept
-compare_parts.py  the same for a part of a model on ranks: an MLP, its gradients, a loss from parts of the logits
-compare_cut_model.py  the same for a model that is cut: wrong gradients, what a block keeps, different copies
-compare_layout.py  the same for several axes at once: wrong gradients by kind, losses, bytes along each axis
-compare_pipeline.py  the same for a pipeline: gradients, bytes sent, activations held, when each rank computed
-compare_experts.py  the same for a layer of experts: outputs, gradients, rows and bytes sent, load while training
-peaks.py       one line each: the peak of a step by PyTorch's tracker, by kind, and by a profile
-tiny_training.py   one line each, on one device: what a trainer moves, holds and learns
-passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
 planner.py     a planner: every layout that divides, those that fit, the fastest first
 predict.py     a learner's prediction, kept and compared with the measurement
 """
 
-from course_lib.minimal.compare import (
-    compare_with_one_process,
-    held_bytes,
-    memory_of_a_step,
-    sent_bytes,
-    sent_messages,
-    started_in_backward,
-    trace_of_a_step,
-)
-from course_lib.minimal.compare_pipeline import (
-    busy_share,
-    pipeline_difference,
-    pipeline_kept,
-    pipeline_sent,
-    pipeline_trace,
-)
-from course_lib.minimal.compare_sums import compare_with_sum, sent_by_each_rank
-from course_lib.minimal.passes import (
-    flops_of_a_pass,
-    gradient_difference,
-    kept_bytes,
-    memory_of_a_pass,
-    peak_activations,
-)
 from course_lib.minimal.predict import predict

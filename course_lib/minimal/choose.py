@@ -12,8 +12,9 @@ wide and micro-batches as large: none has less to compute. A pipeline may have m
 from dataclasses import dataclass
 from itertools import chain, product
 
+from course_lib.estimate import Estimate
 from course_lib.layout import Layout
-from course_lib.plan import Option, work_out
+from course_lib.plan import work_out
 from course_lib.plan.space import LEAST_TOKENS, MOST_SHARDS
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
@@ -24,7 +25,7 @@ COST_OF_RECOMPUTATION = 0.25  # of a step: one forward pass more, beside one for
 class Choice:
     """What was taken, the step of the ladder where it stands, and how many layouts were tried."""
 
-    option: Option
+    option: Estimate
     step: str
     num_tried: int
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from course_lib import comm
-from course_lib.minimal.compare_experts import MOE_CONFIG, gather_experts, put_experts
-from course_lib.minimal.moe import MoE, combine, dispatch, run_experts
+from course_lib.minimal.moe import MOE_CONFIG, MoE, combine, dispatch, put_experts, run_experts
 from course_lib.training import loss_of
 
 
@@ -101,6 +100,21 @@ class ExpertParallelMoE(NaiveExpertParallelMoE):
     """Rows travel, and so do their gradients."""
 
     move = staticmethod(Exchange.apply)
+
+
+def gather_experts(tensors, group):
+    """Return the tensors of all ranks by name: of experts each rank's own, of the rest this rank's."""
+    full = {}
+    for name, tensor in tensors.items():
+        before, is_expert, after = name.partition(".experts.")
+        if not is_expert:
+            full[name] = tensor.detach()
+            continue
+        number, matrix = after.split(".", 1)
+        each = MOE_CONFIG.moe.num_experts // group.size()
+        for rank, part in enumerate(comm.all_gather(tensor.detach()[None], group)):
+            full[f"{before}.experts.{rank * each + int(number) % each}.{matrix}"] = part
+    return full
 
 
 class ExpertParallel:

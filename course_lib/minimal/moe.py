@@ -11,8 +11,16 @@ balances, limits on groups of experts, capacities, and the count of a load over 
 Source   Shazeer et al. 2017 (arXiv:1701.06538), section 2; Jiang et al. 2024 (arXiv:2401.04088), section 2.1
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
+
+from course_lib.config import preset
+from course_lib.devices import rank_device
+from course_lib.model import build, with_moe
+
+MOE_CONFIG = with_moe(replace(preset("toy-moe"), num_layers=2), balancing="none")
 
 
 def choose_experts(logits_TE, k):
@@ -70,3 +78,37 @@ def balance_loss(logits_TE, expert_Tk):
     f_E = expert_Tk.flatten().bincount(minlength=num_experts) / expert_Tk.numel()  # a count has no gradient
     p_E = logits_TE.softmax(-1).mean(0)
     return num_experts * (f_E * p_E).sum()
+
+
+# --- the layer in a Llama
+
+
+def linear_of(weight):
+    """Return a linear layer without bias that has these weights."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype, device=weight.device)
+    linear.weight = nn.Parameter(weight.detach().clone())
+    return linear
+
+
+def put_experts(model, layer):
+    """Put layer(router, experts, k) in the place of each mixture of experts of a Llama; parameters keep their names."""
+    for block in model.blocks:
+        block.mlp = layer(linear_of(block.mlp.router.weight), block.mlp.experts, model.config.moe.top_k)
+    return model
+
+
+def layer_parts():
+    """Return a router, experts and k, the same on every rank, in float64; the router has preferences, as trained."""
+    layer = build(MOE_CONFIG, dtype=torch.float64).blocks[0].mlp
+    return linear_of(random_numbers(2, *layer.router.weight.shape) / 4), layer.experts, MOE_CONFIG.moe.top_k
+
+
+def tokens_of_rank(rank, num_tokens=64):
+    """Return a rank's tokens: normal numbers, in float64."""
+    return random_numbers(100 + rank, num_tokens, MOE_CONFIG.d_model)
+
+
+def random_numbers(seed, *shape):
+    """Return the same normal numbers on every rank, in float64, on the rank's device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(rank_device())

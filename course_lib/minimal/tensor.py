@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib import comm
-from course_lib.minimal.compare_parts import gather_parts
 
 
 class CopyIn(torch.autograd.Function):
@@ -162,10 +161,25 @@ def tensor_parallel(model, group, enter=copy_in, leave=sum_out):
     return model
 
 
+def cut_dim(shape, full_shape):
+    """Return the dimension along which a part is shorter than the full tensor; None if it is not cut."""
+    pairs = enumerate(zip(shape, full_shape, strict=True))
+    return next((dim for dim, (size, full_size) in pairs if size != full_size), None)
+
+
+def gather_parts(model, full_shapes, group):
+    """Return every parameter in full: one that is shorter than its full shape is gathered."""
+    full = {}
+    for name, param in model.named_parameters():
+        dim = cut_dim(param.shape, full_shapes[name])
+        full[name] = param.detach() if dim is None else comm.join(param.detach(), group, dim)
+    return full
+
+
 class TensorParallel:
     """A Llama whose matrices are cut; all ranks bring the same tokens."""
 
-    same_tokens = True  # compare.py gives every rank the whole batch
+    same_tokens = True  # as_trainer gives every rank the whole batch
     enter, leave = staticmethod(copy_in), staticmethod(sum_out)
 
     def __init__(self, model, make_optimizer, group):

@@ -42,7 +42,6 @@ def fused_attention(
     return out_BNSH[..., :value_dim] if key_dim != value_dim else out_BNSH
 
 
-@checked
 def filled_up(x: Tensor, width: Size) -> Tensor:
     """x with zeros behind it, up to that width."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
@@ -70,7 +69,6 @@ def standard_attention(
     return weights_BNSS @ v_BNSH
 
 
-@checked
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
     """RoPE: turns the pair (x[i], x[i + H/2]) by its position's angle. Only the tables are kept for backward."""
     first, second = x_BNSH.chunk(2, dim=-1)
@@ -86,7 +84,6 @@ def drop(x: Tensor, probability: Share) -> Tensor:
     return torch.native_dropout(x, probability, train=True)[0] if probability > 0.0 else x
 
 
-@checked
 def project(x_BSD: Tensor, layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
     """The product of one input with each layer: queries, keys and values, or gate and up."""
     return tuple(layer(x_BSD) for layer in layers)

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
 from course_lib.model.attention import CORES, check_choices, drop, project
-from course_lib.validate import checked
 
 
 class Dropout(nn.Module):
@@ -168,7 +167,6 @@ class Encoder(nn.Module):
         return self.norm(run_blocks(self.blocks, self.dropout(x_BSD), self.recompute))
 
 
-@checked
 def run_blocks(blocks: nn.ModuleList, x_BSD: Tensor, recompute: str) -> Tensor:
     """One block after the other. Recompute "full" keeps only each block's input, and backward runs the block again."""
     for block in blocks:

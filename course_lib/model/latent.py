@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
 from course_lib.model.attention import CORES, rotate
-from course_lib.validate import checked
 
 
 class LatentAttention(nn.Module):
@@ -90,7 +89,6 @@ def alone(rope_BSP: Tensor) -> Tensor:
     return rope_BSP
 
 
-@checked
 def halves(x: Tensor) -> Tensor:
     """Pairs side by side, as DeepSeek's weights give them, to pairs half a head apart, as `rotate` turns them."""
     return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)

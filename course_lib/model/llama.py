@@ -85,7 +85,6 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
-@checked
 def rope_frequencies(config: ModelConfig, device=None) -> Tensor:
     """Angle per position of each of the H/2 pairs: theta^(-2i/H); `rope_scaling` slows the slow ones further."""
     exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float32, device=device) / config.rope_dim
@@ -262,7 +261,6 @@ def build(
     return model
 
 
-@checked
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: Seed) -> None:
     """Matrices from a normal distribution of deviation 0.02, norms one, biases zero.
@@ -277,7 +275,6 @@ def init_weights(model: nn.Module, seed: Seed) -> None:
         parameter.copy_(numbers)
 
 
-@checked
 def initial_weights(model: nn.Module, seed: Seed) -> Iterator[Tensor]:
     """What `init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
     generator = torch.Generator("cpu").manual_seed(seed)

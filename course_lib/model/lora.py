@@ -65,7 +65,6 @@ def apply_lora(
     return chosen
 
 
-@checked
 def merge_lora(model: nn.Module) -> list[str]:
     """Adds every adapter into its base layer and takes it away. Parameters stay frozen. Returns the layers' names."""
     names = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
@@ -74,7 +73,6 @@ def merge_lora(model: nn.Module) -> list[str]:
     return names
 
 
-@checked
 def trainable_parameters(model: nn.Module) -> int:
     """Number of parameters that get a gradient."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -23,15 +23,14 @@ Expert parallelism is applied from outside. It keeps a part of `moe.experts`, an
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.config import SCORES, ModelConfig, MoeConfig
+from course_lib.config import ModelConfig, MoeConfig
 from course_lib.layout.experts import capacity_of
-from course_lib.validate import Count, Index, Size, checked
+from course_lib.validate import Count, Size, checked
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class Routing:
 # ---------------------------------------------------------------- the router, one step a function
 
 
-@checked(score=Literal[SCORES])
 def scores(logits_TE: Tensor, score: str) -> Tensor:
     """Affinity of each token to each expert, from 0 to 1: one softmax over the experts, or a sigmoid of each."""
     return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
@@ -91,7 +89,6 @@ def limit_groups(choice_TE: Tensor, num_groups: int, max_groups: int, top_k: int
     return grouped_TGe.masked_fill(~chosen_TG.unsqueeze(-1), -math.inf).flatten(-2)
 
 
-@checked
 def choose(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
     """The experts of each token, best first: the highest scores, bias added. The bias chooses, it does not weigh.
 
@@ -102,7 +99,6 @@ def choose(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor
     return choice_TE.topk(config.top_k, dim=-1).indices
 
 
-@checked
 def weigh(score_TE: Tensor, expert_Tk: Tensor, config: MoeConfig) -> Tensor:
     """The weights of the chosen experts: their scores without bias, divided by their sum where the config says so."""
     weight_Tk = score_TE.gather(1, expert_Tk)
@@ -111,7 +107,6 @@ def weigh(score_TE: Tensor, expert_Tk: Tensor, config: MoeConfig) -> Tensor:
     return weight_Tk * config.routed_scale
 
 
-@checked
 def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
     """How many assignments one expert takes; None: all of them."""
     if config.capacity_factor is None:
@@ -119,7 +114,6 @@ def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
     return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
 
 
-@checked(num_experts=Size, room=Index | None)
 def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:
     """Which assignments fit: each expert takes its first `room`; all first assignments come before any second one.
 
@@ -137,7 +131,6 @@ def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:
     return (place_A < room).unflatten(0, expert_Tk.t().shape).t()
 
 
-@checked
 def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) -> Routing:
     """All steps: scores, the choice, its weights, and what fits."""
     score_TE = scores(logits_TE, config.score)
@@ -175,7 +168,6 @@ class Router(nn.Module):
 # ---------------------------------------------------------------- dispatch, experts, combine
 
 
-@checked
 def dispatch(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """One row for each kept assignment, sorted by expert.
 
@@ -188,13 +180,11 @@ def dispatch(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     return x_TD[assignment_R // routing.expert_Tk.shape[1]], assignment_R, rows_E
 
 
-@checked
 def apply_experts(experts: Iterable[nn.Module], x_RD: Tensor, rows: list[int]) -> Tensor:
     """Each expert on its own rows, which lie together. One without rows runs on none, so that its gradient is zero."""
     return torch.cat([expert(part_RD) for expert, part_RD in zip(experts, x_RD.split(rows), strict=True)])
 
 
-@checked
 def combine(y_RD: Tensor, assignment_R: Tensor, routing: Routing) -> Tensor:
     """Each token's sum of its experts' outputs, times their weights; a token dropped everywhere gets zero.
 
@@ -208,7 +198,6 @@ def combine(y_RD: Tensor, assignment_R: Tensor, routing: Routing) -> Tensor:
     )  # index_add would keep its addends
 
 
-@checked
 def run_experts(experts: nn.ModuleList, x_TD: Tensor, routing: Routing) -> Tensor:
     """Dispatch, experts, combine, where all experts are here. Expert parallelism puts its own in this one's place."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
@@ -221,7 +210,6 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@checked
 def alone(x: Tensor) -> Tensor:
     """What all ranks have together, where there is one: the tokens or the load as they are."""
     return x
@@ -261,7 +249,6 @@ class MoE(nn.Module):
 # ---------------------------------------------------------------- balancing
 
 
-@checked
 def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
     """E x sum over experts of (share of assignments) x (mean share of scores): 1 in balance, up to E when all go to
     one.
@@ -275,13 +262,11 @@ def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
     return share_TE.shape[1] * (chosen_E * share_TE.mean(0)).sum()
 
 
-@checked
 def moe_layers(model: nn.Module) -> list[MoE]:
     """Every mixture of experts in a model, from the first block to the last."""
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-@checked
 def moe_losses(model: nn.Module) -> Tensor | None:
     """The auxiliary losses of the last forward pass, times their coefficients; None where no layer has one."""
     layers = [moe for moe in moe_layers(model) if moe.config.balancing == "aux_loss"]
@@ -290,14 +275,12 @@ def moe_losses(model: nn.Module) -> Tensor | None:
     return sum(aux_loss(moe) for moe in layers)
 
 
-@checked
 def aux_loss(moe: MoE) -> Tensor:
     """That of one layer. Its value is whole on every rank; of its gradient each rank takes `aux_share`."""
     loss = moe.config.aux_coefficient * balance_loss(moe.routing.share_TE, moe.sum_load(moe.routing.tokens_E))
     return loss if moe.aux_share == 1 else loss.detach() + moe.aux_share * (loss - loss.detach())
 
 
-@checked
 @torch.no_grad()
 def count_load(model: nn.Module) -> None:
     """Adds the load of the last forward pass to `load_E` of each layer: once a micro-batch, before its backward."""
@@ -306,7 +289,6 @@ def count_load(model: nn.Module) -> None:
         moe.routing = moe.routing.detached()
 
 
-@checked
 def add_balancing(model: nn.Module, loss: Tensor) -> Tensor:
     """The loss of one micro-batch plus the auxiliary losses; the load is counted. Without experts the loss itself."""
     auxiliary = moe_losses(model)
@@ -314,7 +296,6 @@ def add_balancing(model: nn.Module, loss: Tensor) -> Tensor:
     return loss if auxiliary is None else loss + auxiliary
 
 
-@checked
 @torch.no_grad()
 def balance_after_step(model: nn.Module) -> None:
     """After the optimizer's step: biases of overloaded experts a step down, of others up; the count starts anew.
@@ -330,7 +311,6 @@ def balance_after_step(model: nn.Module) -> None:
         moe.load_E.zero_()
 
 
-@checked
 def with_moe(config: ModelConfig, **changes) -> ModelConfig:
     """The same model with other choices of its experts: with_moe(config, balancing="bias")."""
     return replace(config, moe=replace(config.moe, **changes))

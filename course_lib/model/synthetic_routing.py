@@ -7,12 +7,12 @@ moe_traffic(experts, layout, ...)                                               
 import torch
 from torch import Tensor
 
-from course_lib.layout.experts import ExpertLayout, check_choice
+from course_lib.config import check_groups
+from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import limit_groups
 from course_lib.validate import Amount, Seed, Size, checked
 
 
-@checked
 def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed | None = None) -> list[float]:
     """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
 
@@ -40,7 +40,7 @@ def synthetic_routing(
     max_nodes: experts of at most so many nodes; those whose best top_k / max_nodes scores have the largest sum.
     mixed: popular experts lie anywhere; otherwise together, on the first ranks.
     """
-    check_choice(layout.num_experts, top_k, layout.num_nodes, max_nodes)
+    check_groups(layout.num_experts, top_k, layout.num_nodes, max_nodes)
     generator = torch.Generator().manual_seed(seed)
     log_p_E = torch.tensor(popularity(layout.num_experts, skew, seed if mixed else None)).log()
     routing = []

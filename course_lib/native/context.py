@@ -33,10 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.sequence_sharding import check_context
-from course_lib.parallel.engine import (
-    MicroBatches,
-    ModelEngine,
-)
+from course_lib.parallel.engine import MicroBatches, ModelEngine
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tensor import sum_gradients
 

@@ -24,11 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib import comm
 from course_lib.layout.experts import ExpertLayout, check_expert_parallel
 from course_lib.model.moe import MoE, Routing, combine, count_load, dispatch, moe_layers, moe_losses
-from course_lib.parallel.engine import (
-    Engine,
-    MicroBatches,
-    trainable,
-)
+from course_lib.parallel.engine import Engine, MicroBatches, share_of, trainable
 
 MATRICES = ("gate", "up", "down")
 
@@ -85,7 +81,12 @@ class ExpertDDP(DistributedDataParallel, Engine):
 
     def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
         """Times the number of ranks, by which DDP divides."""
-        return share_of_loss(self, x_BS, y_BS, num_tokens) * self.process_group.size()
+        logits_BSV = self(x_BS)
+        logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+        losses = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none")
+        auxiliary = moe_losses(self)
+        count_load(self)
+        return share_of(losses, num_tokens, auxiliary) * self.process_group.size()
 
     def finish(self) -> None:
         mean_expert_gradients(self)
@@ -155,17 +156,7 @@ def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor,
     return combine(returned_RD, assignment_R, routing)
 
 
-# --- the loss, and what DDP does not sum
-
-
-def share_of_loss(engine: ExpertDDP, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
-    """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
-    logits_BSV = engine(x_BS)
-    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    share = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="sum") / total_tokens
-    auxiliary = moe_losses(engine)
-    count_load(engine)
-    return share if auxiliary is None or not y_BS.numel() else share + auxiliary * (y_BS.numel() / total_tokens)
+# --- what DDP does not sum
 
 
 def mean_expert_gradients(engine: ExpertDDP) -> None:

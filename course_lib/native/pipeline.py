@@ -23,11 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.compat import PIPELINE_WARMS_UP_ON_GLOO
-from course_lib.parallel.engine import (
-    Engine,
-    MicroBatches,
-    NamedParameter,
-)
+from course_lib.parallel.engine import Engine, MicroBatches, NamedParameter
 from course_lib.parallel.stages import check_stages, cut
 
 SCHEDULES = {

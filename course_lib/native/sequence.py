@@ -23,9 +23,7 @@ from course_lib.native.tensor import (
     norms_of_heads,
     one_input,
 )
-from course_lib.parallel.engine import (
-    MicroBatches,
-)
+from course_lib.parallel.engine import MicroBatches
 
 ALONG_S = Shard(1)  # of x_BSD
 ALONG_LAST = Shard(-1)  # what a row's columns left

@@ -28,11 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from course_lib.config import ModelConfig
 from course_lib.native.dtensor import DTensorEngine
-from course_lib.parallel.engine import (
-    MicroBatches,
-    one_after_another,
-    trainable,
-)
+from course_lib.parallel.engine import MicroBatches, one_after_another, trainable
 
 Plan = dict[str, ParallelStyle]
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 from operator import add
 from random import Random
 
-from course_lib.layout.experts import ExpertLayout, capacity_of, check_choice
+from course_lib.config import check_groups
+from course_lib.layout.experts import ExpertLayout, capacity_of
 from course_lib.panels.controls import controls, named, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Columns
@@ -62,7 +63,7 @@ def drawn(layout: ExpertLayout, tokens: int, top_k: int, skew: float, max_nodes:
     Raises   ValueError if a token cannot choose that many experts
     """
     E, nodes = layout.num_experts, layout.num_nodes
-    check_choice(E, top_k, nodes, max_nodes or None)
+    check_groups(E, top_k, nodes, max_nodes or None)
     log_p, noise, routing = [math.log(p) for p in popularity(E, skew)], _noise(), []
     for rank in range(layout.ep_size):
         expert_Tk = []

@@ -71,16 +71,11 @@ def draw_overlap(**values) -> Shown:
 
 OVERLAP = Panel(
     "Data parallelism: what backward hides",
-    {
-        **controls(model=("llama-3.2-1b", ALL_MODELS)),
-        **controls(dp=(8, powers(1, 1024))),
-        **controls(micro_batch=2),
-        **controls(seq_len=(4096, powers(128, 131_072))),
-        **controls(micro_batches=(1, powers(1, 64))),
-        "buckets": Control("buckets", named(range(1, 25)), 12, "slider"),
-        "link": Control("slowest link", of_table(LINKS), "efa"),
-        **controls(gpu=("h100", of_table(GPUS))),
-        "overlap": Control("overlap with backward", (("yes", True), ("no", False)), True),
-    },
+    controls(model=("llama-3.2-1b", ALL_MODELS), dp=(8, powers(1, 1024)), micro_batch=2)
+    | controls(seq_len=(4096, powers(128, 131_072)), micro_batches=(1, powers(1, 64)))
+    | {"buckets": Control("buckets", named(range(1, 25)), 12, "slider")}
+    | {"link": Control("slowest link", of_table(LINKS), "efa")}
+    | controls(gpu=("h100", of_table(GPUS)))
+    | {"overlap": Control("overlap with backward", (("yes", True), ("no", False)), True)},
     draw_overlap,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from course_lib.panels.pipeline import chart, clocked
 from course_lib.panels.record import Control, Panel, Shown
@@ -59,32 +58,17 @@ def clock_begun(schedule: Schedule) -> list[list[tuple[Instruction, float, float
     return rows
 
 
-@dataclass(frozen=True)
-class Best:
-    """The shortest known schedule of one kind; among equally long ones that which keeps least alive."""
-
-    name: str
-    simulation: Simulation
-
-    @property
-    def makespan_s(self) -> float:
-        return self.simulation.makespan_s
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        return self.simulation.peak_live
-
-
 @checked
-def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Best:
-    """Return the best of the course's schedules with one stage a rank, with whole backwards or with split ones.
+def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Simulation:
+    """Return the shortest of the course's schedules with one stage a rank, with whole backwards or with split ones.
 
+    Among equally long ones it is the one that keeps least alive.
     With whole backwards nothing is shorter: the last rank starts after pp - 1 forwards, and behind its last backward
     follow pp - 1 more.
     """
     made = [make(name, pp, num_micro_batches) for name in SCHEDULES if stages_per_rank(name) == 1]
-    found = [Best(one.name, simulate(one, COSTS)) for one in made if one.splits_backward == split]
-    return min(found, key=lambda best: (best.makespan_s, sum(best.peaks)))
+    found = [simulate(one, COSTS) for one in made if one.splits_backward == split]
+    return min(found, key=lambda best: (best.makespan_s, sum(best.peak_live)))
 
 
 def judge(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> tuple[list[Form], str]:
@@ -128,16 +112,16 @@ def _score(simulation: Simulation) -> str:
         f"{', '.join(map(str, peaks))}. "
     )
     if behind_s > 1e-9:
-        said += f"The best known with {kind}, {best.name}, takes {best.makespan_s:.4g}: {behind_s:.4g} less."
+        said += f"The best known with {kind}, {best.schedule.name}, takes {best.makespan_s:.4g}: {behind_s:.4g} less."
     elif behind_s < -1e-9:
-        said += f"That is {-behind_s:.4g} less than the best that this course knows, {best.name}!"
-    elif sum(peaks) > sum(best.peaks):
-        fewer = ", ".join(map(str, best.peaks))
-        said += f"Nothing known with {kind} is shorter, but {best.name} has fewer in flight: {fewer}."
+        said += f"That is {-behind_s:.4g} less than the best that this course knows, {best.schedule.name}!"
+    elif sum(peaks) > sum(best.peak_live):
+        fewer = ", ".join(map(str, best.peak_live))
+        said += f"Nothing known with {kind} is shorter, but {best.schedule.name} has fewer in flight: {fewer}."
     else:
         said += f"Nothing known with {kind} is shorter or has fewer in flight."
     if split.makespan_s < simulation.makespan_s - 1e-9 and not schedule.splits_backward:
-        said += f" With B split into I and W, {split.name} takes {split.makespan_s:.4g}: try it."
+        said += f" With B split into I and W, {split.schedule.name} takes {split.makespan_s:.4g}: try it."
     return said
 
 

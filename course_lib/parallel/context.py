@@ -35,11 +35,7 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
-from course_lib.parallel.engine import (
-    MicroBatches,
-    ModelEngine,
-    Trace,
-)
+from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring

@@ -28,12 +28,7 @@ from torch import nn
 
 from course_lib import comm
 from course_lib.model.moe import moe_layers
-from course_lib.parallel.engine import (
-    Engine,
-    NamedParameter,
-    Trace,
-    trainable,
-)
+from course_lib.parallel.engine import Engine, NamedParameter, Trace, trainable
 from course_lib.span import Span
 from course_lib.training.precision import gradient_of, set_gradient
 

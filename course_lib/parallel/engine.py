@@ -124,6 +124,15 @@ class ModelEngine(nn.Module, Engine):
 # --- the step
 
 
+def share_of(losses: Tensor, num_tokens: int, auxiliary: Tensor | None = None) -> Tensor:
+    """What the losses of some tokens, one each, add to the mean over num_tokens; perhaps none of them are here.
+
+    auxiliary   a loss of these tokens together, such as that which balances experts: it counts by their number
+    """
+    share = losses.sum() / num_tokens
+    return share if auxiliary is None or not losses.numel() else share + auxiliary * (losses.numel() / num_tokens)
+
+
 def one_after_another(engine: Engine, micro_batches: MicroBatches) -> Tensor:
     """Forward and backward of one micro-batch after the other; returns this rank's share of the mean loss.
 

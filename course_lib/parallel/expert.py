@@ -40,11 +40,7 @@ from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_paral
 from course_lib.model.moe import MoE, count_load, moe_layers, moe_losses
 from course_lib.parallel import tensor
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
-from course_lib.parallel.engine import (
-    MicroBatches,
-    ModelEngine,
-    trainable,
-)
+from course_lib.parallel.engine import MicroBatches, ModelEngine, share_of, trainable
 from course_lib.parallel.expert_tensor import cut_over_tp
 from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
@@ -114,7 +110,18 @@ class ExpertParallel(ModelEngine):
         return count_tokens(self, micro_batches)
 
     def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        return share_of_loss(self, x_BS, y_BS, num_tokens)
+        """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
+        logits = self(x_BS)
+        if self.groups.tp is not None:
+            losses = vocab_cross_entropy(logits, y_BS, self.module.embed.first, self.groups.tp)
+        else:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses = F.cross_entropy(logits.flatten(0, 1), y_BS.flatten(), reduction="none")
+        if not self.training:
+            return share_of(losses, num_tokens)
+        auxiliary = moe_losses(self)  # also without tokens: it sums the load over ranks
+        count_load(self)
+        return share_of(losses, num_tokens, auxiliary)
 
     def finish(self) -> None:
         sum_over_ranks(self)
@@ -243,24 +250,6 @@ def count_tokens(engine: ExpertParallel, micro_batches: MicroBatches) -> int:
     if tokens.sum() == 0:
         raise ValueError("no rank brings a token; give at least one micro-batch with a row")
     return int(tokens.sum())
-
-
-def share_of_loss(engine: ExpertParallel, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
-    """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
-    logits = engine(x_BS)
-    if engine.groups.tp is not None:
-        losses = vocab_cross_entropy(logits, y_BS, engine.module.embed.first, engine.groups.tp)
-    else:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, 1), y_BS.flatten(), reduction="none")
-    share = losses.sum() / total_tokens
-    if not engine.training:
-        return share
-    auxiliary = moe_losses(engine)  # also without tokens: it sums the load over ranks
-    count_load(engine)
-    if auxiliary is None or y_BS.numel() == 0:
-        return share
-    return share + auxiliary * (y_BS.numel() / total_tokens)
 
 
 def my_experts(engine: nn.Module) -> set[nn.Parameter]:

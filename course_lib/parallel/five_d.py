@@ -46,11 +46,7 @@ from course_lib.model.moe import moe_layers
 from course_lib.parallel import pipeline, tensor, zero
 from course_lib.parallel.context import Context, core_of, cross_entropy
 from course_lib.parallel.data import BucketedDP, Sharing
-from course_lib.parallel.engine import (
-    Engine,
-    MicroBatches,
-    Trace,
-)
+from course_lib.parallel.engine import Engine, MicroBatches, Trace
 from course_lib.parallel.executor import StageRunner
 from course_lib.parallel.expert import keep_my_experts, runner, sum_over
 from course_lib.parallel.expert_tensor import cut_block

@@ -34,10 +34,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.parallel.channels import Pair, connect, pairs_of
-from course_lib.parallel.engine import (
-    Engine,
-    MicroBatches,
-)
+from course_lib.parallel.engine import Engine, MicroBatches
 from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients

@@ -43,9 +43,7 @@ from course_lib.comm.conjugate import (
     start_reduce_scatter,
 )
 from course_lib.parallel import tensor
-from course_lib.parallel.engine import (
-    Trace,
-)
+from course_lib.parallel.engine import Trace
 from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import TensorParallel
 from course_lib.span import Span

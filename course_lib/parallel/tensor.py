@@ -32,11 +32,7 @@ from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.model.gpt import Dropout
 from course_lib.model.llama import RMSNorm
-from course_lib.parallel.engine import (
-    ModelEngine,
-    Trace,
-    trainable,
-)
+from course_lib.parallel.engine import ModelEngine, Trace, trainable
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import gradient_of
@@ -183,8 +179,7 @@ def check_shardable(model: nn.Module, group: Group) -> None:
 
 
 def share_seed(group: Group, apart: bool = False) -> None:
-    """Gives all ranks the random numbers of the group's first: where the residual stream is whole they must drop the
-    same.
+    """Gives all ranks the random numbers of the group's first: of a whole residual stream all must drop the same.
 
     apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8

@@ -26,10 +26,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.parallel.data import BUCKET_BYTES, DataParallel, Sharing, arrived_twice, assign_buckets, hook_gradients
-from course_lib.parallel.engine import (
-    Trace,
-    trainable,
-)
+from course_lib.parallel.engine import Trace, trainable
 from course_lib.parallel.shards import (
     FlatShard,
     Load,

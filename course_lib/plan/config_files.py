@@ -7,7 +7,8 @@
     write(accelerate_fsdp2(["LlamaDecoderLayer"], num_processes=8), "fsdp2.yaml")
 
 Nothing is left out: a choice that a program does not have is a refusal. Steps, learning rate, data and tokenizer are
-for you to add. What each file can say, its words for recipes and schedules, and their sources: engines.py.
+for you to add. What each file can say, its words for recipes and schedules, and their sources: engines.toml. Their
+texts: course_lib/templates/.
 
     from scratch        DeepSpeed                        Accelerate, FSDP2
     stage 2, stage 3    stage: 2, stage: 3               fsdp_reshard_after_forward: false, true
@@ -22,6 +23,7 @@ for you to add. What each file can say, its words for recipes and schedules, and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,17 +31,17 @@ from pathlib import Path
 from typing import Literal
 
 from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
-from course_lib.engines import ACCELERATE_MEGATRON, ENGINES, PICOTRON, File
+from course_lib.engines import ENGINES, FILES, File
+from course_lib.estimate import Estimate
 from course_lib.layout.partition import even_layers
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import Offload
-from course_lib.plan.option import Option
 from course_lib.run import Run
 from course_lib.validate import Positive, Size, check_fields, checked
 
 
 @checked
-def export(option: Option, gpus_per_node: Size = 8) -> tuple[dict[str, str], dict[str, str]]:
+def export(option: Estimate, gpus_per_node: Size = 8) -> tuple[dict[str, str], dict[str, str]]:
     """Write a layout for each program that can do it; return texts by file name, and reasons by file name."""
     files, refused = {}, {}
     for name, (_, text_of) in WRITERS.items():
@@ -138,16 +140,37 @@ def _parts_of(run: Run) -> dict[str, bool]:
     }
 
 
-def _named(run: Run, names: Mapping[str, str]) -> dict:
-    """Fields of a layout, its model and its run, ours by a program's names for them."""
-    records = (run.layout, run.config, run)
-    return {its: next(getattr(one, ours) for one in records if hasattr(one, ours)) for its, ours in names.items()}
+TEMPLATES = Path(__file__).parents[1] / "templates"
+_PLACE = re.compile(r"<(\??)([\w.-]+)>")
+
+
+def _fill(template: str, run: Run, **more: object) -> str:
+    """Return a template's text for a run: <layout.tp> is a field of the run's layout, <name> one of `more`.
+
+    A line is left out where a value of it is None, and with <?name> unless that is true.
+    """
+    known = {"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe, **more}
+
+    def value_of(path: str) -> object:
+        value = known
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        return value
+
+    def in_words(place: re.Match) -> str:
+        value = value_of(place[2])
+        text = "" if place[1] else str(value).lower() if isinstance(value, bool) else str(value)
+        return re.sub(r"^(\d+)e-", r"\1.0e-", text) if template.endswith(".yaml") else text  # YAML takes 1e-05 for text
+
+    lines = (TEMPLATES / template).read_text(encoding="utf-8").splitlines(keepends=True)
+    values = [[(condition, value_of(path)) for condition, path in _PLACE.findall(line)] for line in lines]
+    there = [all(value if condition else value is not None for condition, value in of_line) for of_line in values]
+    return "".join(_PLACE.sub(in_words, line) for line, is_there in zip(lines, there, strict=True) if is_there)
 
 
 # ---- torchtitan
 
 TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B", "deepseek-v3": "671B"}
-TORCHTITAN_HEAD = "# torchtitan 0.2.1: 0.2.2 heeds no method of context parallelism, and 0.3 reads no TOML\n"
 
 
 def _torchtitan(run: Run, gpus_per_node: int) -> str:
@@ -174,35 +197,23 @@ def _torchtitan(run: Run, gpus_per_node: int) -> str:
         and bool(config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm),
     }
     precision = _need(file, run, checks)
-    flavor = TORCHTITAN_MODELS[config.name] if known else config.name
     replicas = layout.dp if layout.zero_stage == 0 else layout.dp_replicate
-    axes = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep"}
-    parallelism = {
-        "data_parallel_replicate_degree": replicas,
-        "data_parallel_shard_degree": layout.dp // replicas,
-        "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
-        **_named(run, {f"{axis}_degree": ours for axis, ours in axes.items()}),
-        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 and not layout.folded else 1,
-    }
-    if piped:
-        parallelism["pipeline_parallel_schedule"] = file.words[layout.schedule]
-        parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
-        parallelism["module_fqns_per_model_part"] = _modules_of_stages(run)
-    if layout.cp > 1:
-        parallelism["context_parallel_rotate_method"] = file.words[layout.cp_method]
-    tables = {
-        "model": {"name": "deepseek_v3" if known and config.mla else "llama3", "flavor": flavor},
-        "training": {
-            "local_batch_size": layout.micro_batch * (layout.micro_batches if piped else 1),
-            **_named(run, {"global_batch_size": "sequences_per_step", "seq_len": "seq_len"}),
-            **precision,
-        },
-        "parallelism": parallelism,
-        "activation_checkpoint": {"mode": layout.recompute},
-    }
-    add = "" if known else f"# add the flavor {flavor} to torchtitan/models/llama3/__init__.py\n"
-    lines = [[f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()), ""] for name, table in tables.items()]
-    return TORCHTITAN_HEAD + add + "\n".join("\n".join(table) for table in lines)
+    return _fill(
+        "torchtitan.toml",
+        run,
+        precision=precision,
+        name="deepseek_v3" if known and config.mla else "llama3",
+        flavor=TORCHTITAN_MODELS[config.name] if known else config.name,
+        added=not known,
+        local_batch=layout.micro_batch * (layout.micro_batches if piped else 1),
+        replicas=replicas,
+        shards=layout.dp // replicas,
+        reshard="always" if layout.zero_stage == 3 else "never",
+        expert_tp=layout.tp if layout.ep > 1 and not layout.folded else 1,
+        schedule=file.words[layout.schedule] if piped else None,
+        modules=json.dumps(_modules_of_stages(run)) if piped else None,
+        rotate=file.words[layout.cp_method] if layout.cp > 1 else None,
+    )
 
 
 def _modules_of_stages(run: Run) -> list[list[str]]:
@@ -219,75 +230,43 @@ def _modules_of_stages(run: Run) -> list[list[str]]:
 
 
 def _need_megatron(run: Run, file: File) -> Mapping[str, object]:
-    layout, is_fp32 = run.layout, recipe_of(run.recipe).name == "fp32"
-    whole_rows = run.config.moe is not None and layout.tp > 1 and not layout.sequence_parallel
+    layout, is_cut = run.layout, run.config.moe is not None and run.layout.tp > 1
     checks = {
-        "context parallelism in fp32": layout.cp > 1 and is_fp32,
-        "experts beside tp without sequence parallelism": whole_rows,
+        "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
+        "experts beside tp without sequence parallelism": is_cut and not layout.sequence_parallel,
     }
     return _need(file, run, checks)
 
 
 def _megatron(run: Run, gpus_per_node: int) -> str:
-    """Return Megatron-LM's arguments, one to a line; True is an argument without a value, None none.
+    """Return Megatron-LM's arguments, one to a line.
 
     Its sequence parallelism always gathers again in backward. It pads the vocabulary to a multiple of 128 x tp. It
     wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its FSDP, which is ZeRO-2 and 3.
     """
     config, layout, moe, file = run.config, run.layout, run.config.moe, ENGINES["megatron"].file
-    precision, llama, zero = _need_megatron(run, file), config.family == "llama", layout.zero_stage
-    grouped, piped = config.num_kv_heads < config.num_heads, layout.pp > 1
-    values: dict[str, object] = {
-        **_named(run, {"num-layers": "num_layers", "hidden-size": "d_model", "ffn-hidden-size": "d_ff"}),
-        "num-attention-heads": config.num_heads,
-        "group-query-attention": grouped,
-        "num-query-groups": config.num_kv_heads if grouped else None,
-        **_named(run, {"kv-channels": "head_dim", "seq-length": "seq_len"}),
-        "max-position-embeddings": max(config.max_seq_len, run.seq_len),
-        "swiglu": llama,
-        "disable-bias-linear": llama,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
-        "norm-epsilon": config.norm_eps,
-        "qk-layernorm": config.qk_norm,
-        **_named(run, {"attention-dropout": "dropout", "hidden-dropout": "dropout"}),
-        "position-embedding-type": "rope" if llama else "learned_absolute",
-        "rotary-base": int(config.rope_theta) if llama else None,
-        "use-rope-scaling": config.rope_scaling is not None,
-        "rope-scaling-factor": config.rope_scaling.factor if config.rope_scaling else None,
-        "untie-embeddings-and-output-weights": not config.tied,
-        "tensor-model-parallel-size": layout.tp,
-        "sequence-parallel": layout.sequence_parallel,
-        **_named(run, {"pipeline-model-parallel-size": "pp", "context-parallel-size": "cp"}),
-        "cp-comm-type": file.words[layout.cp_method] if layout.cp > 1 else None,
-        "use-distributed-optimizer": zero > 0,
-        "num-distributed-optimizer-instances": layout.dp_replicate if layout.dp_replicate > 1 else None,
-        **_named(run, {"micro-batch-size": "micro_batch", "global-batch-size": "sequences_per_step"}),
-        **precision,
-    }
-    if moe:
-        values |= {
-            "num-experts": moe.num_experts,
-            "moe-ffn-hidden-size": moe.d_expert,
-            "moe-router-topk": moe.top_k,
-            "moe-router-pre-softmax": not moe.normalise_weights,
-            "moe-router-load-balancing-type": moe.balancing,
-            "moe-aux-loss-coeff": moe.aux_coefficient if moe.balancing == "aux_loss" else None,
-            "moe-token-dispatcher-type": "alltoall",
-            "expert-model-parallel-size": layout.ep,
-            "expert-tensor-parallel-size": 1 if layout.folded else layout.tp,
-        }
-    if zero > 1:
-        sharding = {2: "optim_grads", 3: "optim_grads_params"}[zero]
-        values |= {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": sharding}
-        values |= {"no-gradient-accumulation-fusion": True, "ckpt-format": "fsdp_dtensor"}
-    if layout.schedule == "interleaved" and piped:
-        values["num-layers-per-virtual-pipeline-stage"] = config.num_layers // layout.num_stages
-    if layout.recompute != "none":
-        values["recompute-granularity"] = layout.recompute
-    if layout.recompute == "full":
-        values |= {"recompute-method": "uniform", "recompute-num-layers": 1}
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
-    return "".join(f"--{name}\n" if value is True else f"--{name} {value}\n" for name, value in given.items())
+    precision, llama = _need_megatron(run, file), config.family == "llama"
+    is_virtual = layout.schedule == "interleaved" and layout.pp > 1
+    return _fill(
+        "megatron.args",
+        run,
+        precision=precision,
+        llama=llama,
+        gpt=not llama,
+        groups=config.num_kv_heads if config.num_kv_heads < config.num_heads else None,
+        positions=max(config.max_seq_len, run.seq_len),
+        rotary_base=int(config.rope_theta) if llama else None,
+        untied=not config.tied,
+        cp_comm_type=file.words[layout.cp_method] if layout.cp > 1 else None,
+        instances=layout.dp_replicate if layout.dp_replicate > 1 else None,
+        pre_softmax=moe and not moe.normalise_weights,
+        aux_coefficient=moe.aux_coefficient if moe and moe.balancing == "aux_loss" else None,
+        expert_tp=1 if layout.folded else layout.tp,
+        sharding={2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero_stage),
+        virtual_stage=config.num_layers // layout.num_stages if is_virtual else None,
+        recompute=None if layout.recompute == "none" else layout.recompute,
+        full=layout.recompute == "full",
+    )
 
 
 def _accelerate_megatron(run: Run, gpus_per_node: int) -> str:
@@ -296,63 +275,32 @@ def _accelerate_megatron(run: Run, gpus_per_node: int) -> str:
     Its plugin recomputes layers where a file says nothing, and divides the batch by all ranks but tp and pp: a layout
     with cp would have cp times the batch.
     """
-    precision, layout = _need_megatron(run, ACCELERATE_MEGATRON), run.layout
-    degrees = {"tp_degree": "tp", "pp_degree": "pp", "num_micro_batches": "micro_batches"}
-    fields = {
-        **_named(run, degrees | {"sequence_parallelism": "sequence_parallel"}),
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "use_distributed_optimizer": layout.zero_stage == 1,
-        "gradient_clipping": 1.0,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    precision, layout = _need_megatron(run, FILES["accelerate_megatron"]), run.layout
     world = _accelerate("MEGATRON_LM", precision["precision"], layout.world_size, _nodes(run, gpus_per_node))
     return (
         f"{_in_your_script(run)}"
         "# of a Llama the plugin reads layers, width and heads alone: give the rest in other_megatron_args\n"
-        + _yaml(world | {"megatron_lm_config": {f"megatron_lm_{name}": value for name, value in fields.items()}})
+        + _yaml(world)
+        + _fill("accelerate_megatron.yaml", run, sharded=layout.zero_stage == 1)
     )
 
 
 # ---- nanotron, picotron
 
-NANOTRON_MODEL = {
-    "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "num_key_value_heads": "num_kv_heads",
-    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "tie_word_embeddings": "tied", "vocab_size": "vocab_size",
-}  # fmt: skip
-
 
 def _nanotron(run: Run, gpus_per_node: int) -> str:
     """Return nanotron's YAML: the sections that lay out a run."""
-    layout, gradients = run.layout, _need(ENGINES["nanotron"].file, run)
-    model = {
-        **_named(run, {"hidden_size": "d_model", "intermediate_size": "d_ff"}),
-        "is_llama_config": True,
-        "max_position_embeddings": max(run.config.max_seq_len, run.seq_len),
-        **_named(run, NANOTRON_MODEL),
-    }
-    tokens = {"batch_accumulation_per_replica": "micro_batches", "micro_batch_size": "micro_batch"}
-    sections = {
-        "model": {"dtype": "bfloat16", "model_config": model},
-        "optimizer": {**gradients, "zero_stage": layout.zero_stage},
-        "parallelism": {
-            "dp": layout.dp,
-            "expert_parallel_size": 1,
-            "pp": layout.pp,
-            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
-            "recompute_layer": layout.recompute == "full",
-            "tp": layout.tp,
-            "tp_linear_async_communication": layout.sequence_parallel,
-            "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
-            "tp_recompute_allgather": layout.regather,
-        },
-        "tokens": _named(run, tokens | {"sequence_length": "seq_len"}),
-    }
-    head = "# nanotron cuts layers into stages by their cost, not evenly\n" if layout.pp > 1 else ""
-    unscaled = "" if run.config.rope_scaling is None else "# nanotron's Llama does not scale RoPE\n"
-    return head + unscaled + _yaml(sections)
+    layout = run.layout
+    return _fill(
+        "nanotron.yaml",
+        run,
+        gradients=_need(ENGINES["nanotron"].file, run),
+        piped=layout.pp > 1,
+        positions=max(run.config.max_seq_len, run.seq_len),
+        pp_engine=layout.schedule if layout.pp > 1 else "1f1b",
+        full=layout.recompute == "full",
+        tp_mode="REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+    )
 
 
 def _picotron(run: Run, gpus_per_node: int) -> str:
@@ -362,18 +310,8 @@ def _picotron(run: Run, gpus_per_node: int) -> str:
     copy; with dp, gradients are summed in FP32, 4 bytes a parameter more than recipe bf16 has.
     """
     layout = run.layout
-    _need(PICOTRON, run, {"cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1})
-    engine = layout.schedule if layout.pp > 1 else "1f1b"
-    heads = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
-    batch = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "micro_batches"}
-    sections = {
-        "distributed": _named(run, {f"{axis}_size": axis for axis in ("tp", "cp", "pp", "dp")})
-        | {"pp_engine": engine, "backend": "nccl", "use_cpu": False},
-        "model": _named(run, {"num_hidden_layers": "num_layers"} | heads)
-        | {"dtype": "bfloat16", "use_flash_attention": True},
-        "training": _named(run, {"seq_length": "seq_len"} | batch),
-    }
-    return json.dumps(sections, indent=2) + "\n"
+    _need(FILES["picotron"], run, {"cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1})
+    return _fill("picotron.json", run, pp_engine=layout.schedule if layout.pp > 1 else "1f1b")
 
 
 # ---- DeepSpeed
@@ -541,11 +479,7 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
     layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
     kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
-    reshard, recompute, machines = (
-        layout.zero_stage == 3,
-        layout.recompute == "full",
-        _nodes(run, gpus_per_node),
-    )
+    reshard, recompute, machines = layout.zero_stage == 3, layout.recompute == "full", _nodes(run, gpus_per_node)
     fields = accelerate_fsdp2(wrap, layout.world_size, reshard, precision, recompute=recompute, machines=machines)
     steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
     return _in_your_script(run) + steps + _yaml(fields)
@@ -590,21 +524,11 @@ def _course_command(run: Run, gpus_per_node: int) -> str:
     return f"{start} {several}-m course_lib.train {trainer} {precision}\n"
 
 
-SBATCH = """#!/bin/bash
-#SBATCH --job-name=course
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={cores}
-#SBATCH --gpus-per-node={gpus}
-export HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 {command}"""
-
-
 def _sbatch(run: Run, gpus_per_node: int) -> str:
     """Return a batch script for Slurm: one torchrun a node, with 8 cores for each GPU."""
-    nodes = _nodes(run, gpus_per_node)
+    nodes, command = _nodes(run, gpus_per_node), _course_command(run, gpus_per_node)
     gpus = run.layout.world_size // nodes
-    return SBATCH.format(nodes=nodes, cores=8 * gpus, gpus=gpus, command=_course_command(run, gpus_per_node))
+    return _fill("course.sbatch", run, nodes=nodes, cores=8 * gpus, gpus=gpus, command=command.rstrip())
 
 
 # ---- the files

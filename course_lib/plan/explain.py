@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB
-from course_lib.memory.states import count_parameters, recipe_of
-from course_lib.plan.option import Option
+from course_lib.memory.states import count_parameters, recipe_of, state_bytes
 from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
@@ -24,11 +24,13 @@ def explain(plan: Plan) -> list[str]:
 def _fit(plan: Plan) -> list[str]:
     job, best = plan.job, plan.best
     layout, recipe = best.layout, recipe_of(job.recipe)
-    each = recipe.param_bytes + recipe.grad_bytes + recipe.master_bytes + recipe.moment_bytes
     count, name = count_parameters(job.config), job.cluster.gpu.name
+    states = state_bytes(job.config, recipe, job.optimizer, job.lora).total
+    plain = job.lora is None and job.optimizer == "adamw"
+    each = f" of {recipe.bytes_per_param} bytes are" if plain else " need"
     article = "an" if name[0] in "AEFHILMNORSX" else "a"  # names are spelled letter by letter: an H100
     lines = [
-        f"1. Fit. {count / 1e9:.2f} billion parameters of {each} bytes are {count * each / GB:,.0f} GB of states; "
+        f"1. Fit. {count / 1e9:.2f} billion parameters{each} {states / GB:,.0f} GB of states; "
         f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
     if layout.tp > 1:
@@ -45,7 +47,7 @@ def _fit(plan: Plan) -> list[str]:
         lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
     again = RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
-    few, most = (size / GB for size in best.estimate.memory_range)
+    few, most = (size / GB for size in best.memory_range)
     return [
         *lines,
         f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}.",
@@ -81,7 +83,7 @@ def _throughput(plan: Plan) -> list[str]:
     shares = {name: seconds / best.step_s for name, seconds in best.seconds_by_part.items() if seconds > 0}
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
     less = 1 - best.tokens_per_s / fastest.tokens_per_s
-    slow, fast = best.estimate.speed_range
+    slow, fast = best.speed_range
     chosen = (
         f"   The fastest is predicted {less:.1%} faster: less than a model can tell. Chosen among such: not tight, a "
         "large micro-batch, few axes, little ZeRO."
@@ -101,14 +103,14 @@ def _lost(plan: Plan) -> list[str]:
     return lines
 
 
-def changes(best: Option, layout) -> str:
+def changes(best: Estimate, layout) -> str:
     """What differs from the best layout, as name=value."""
     own, other = best.layout.to_dict(), layout.to_dict()
     return ", ".join(f"{name}={value} instead of {own[name]}" for name, value in other.items() if value != own[name])
 
 
 @checked
-def table(options: Sequence[Option], chosen: Option | None = None) -> list[str]:
+def table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
     """A line for each layout: memory, verdict, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
     there in any case."""
     lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]

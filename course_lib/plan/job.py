@@ -1,4 +1,4 @@
-"""What a plan is asked for: this model, on so many of these GPUs, with so many tokens in a step."""
+"""What a plan is asked for: this model, on so many of these GPUs, with so many tokens in a step; a layout of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
 from course_lib.engines import ENGINES, Engine
+from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
-from course_lib.validate import Size, check_fields, whole
+from course_lib.validate import Size, check_fields, checked, whole
 
 WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline
 
@@ -80,3 +81,23 @@ class Job:
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
         how |= {"loss_chunks": self.loss_chunks, "fp8": self.fp8}
         return Run(self.config, layout, self.seq_len, recipe, **how)
+
+
+@checked
+def work_out(job: Job, layout: Layout) -> Estimate:
+    """Estimate one layout of a job: the fullest rank of its pipeline, and a step.
+
+    Raises   ValueError if the layout has other GPUs or another global batch than the job, if the job's model cannot lie
+             so, or its engine has no such runs
+    """
+    if layout.world_size != job.num_gpus:
+        raise ValueError(
+            f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no "
+            "ranks)"
+        )
+    if layout.sequences_per_step != job.sequences:
+        raise ValueError(
+            f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the "
+            "sequences of the job's global batch"
+        )
+    return estimate(job.run(layout), job.cluster, job.engine)

@@ -75,19 +75,11 @@ def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -
 @lru_cache(maxsize=1)
 def _all_runs() -> tuple[MeasuredRun, ...]:
     with PATH.open(newline="") as file:
-        return tuple(_run_of(row) for row in csv.DictReader(file))
+        return tuple(map(_run_of, csv.DictReader(file)))
 
 
 def _run_of(row: dict[str, str]) -> MeasuredRun:
-    tp = int(row["tp"])
-    layout = Layout(
-        dp=int(row["dp"]),
-        tp=tp,
-        pp=int(row["pp"]),
-        zero_stage=int(row["zero"]),
-        micro_batch=int(row["micro_batch"]),
-        micro_batches=int(row["micro_batches"]),
-        sequence_parallel=tp > 1,
-    )
+    sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
+    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
     speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
     return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)

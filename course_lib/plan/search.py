@@ -14,12 +14,11 @@ from functools import cache
 from itertools import count
 from math import gcd, inf
 
-from course_lib.estimate import nearest
+from course_lib.estimate import Estimate, nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters, recipe_of
-from course_lib.plan.job import Job
-from course_lib.plan.option import Option, work_out
+from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.timing.step import least_waiting_slots, step_time
 from course_lib.validate import Size, checked
@@ -51,9 +50,9 @@ class Plan:
     """
 
     job: Job
-    best: Option
-    ranked: tuple[Option, ...]
-    front: tuple[Option, ...]
+    best: Estimate
+    ranked: tuple[Estimate, ...]
+    front: tuple[Estimate, ...]
     rejected: tuple[Rejected, ...]
     num_tried: int
 
@@ -78,40 +77,41 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
 
 
 # ------------------------------------------------------------------------------------ what stands where
-def ranked_s(option: Option) -> float:
+def ranked_s(option: Estimate) -> float:
     """Seconds of a step by which options are ranked: a tight one ranks below those of nearly its speed."""
     return option.step_s / (1 - TOLD_APART if option.verdict == "tight" else 1)
 
 
-def advised(ranked: Sequence[Option]) -> Option:
+def advised(ranked: Sequence[Estimate]) -> Estimate:
     """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
 
-    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU, fewer axes, less
-    ZeRO, no interleaving, no recomputation.
+    First those that fit and are not tight, where all are tight the one with the least memory; then the most tokens of a
+    micro-batch for each GPU, fewer axes, less ZeRO, no interleaving, no recomputation.
     """
     near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
     return min(near, key=_complexity)
 
 
-def _complexity(option: Option) -> tuple:
+def _complexity(option: Estimate) -> tuple:
     layout = option.layout
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
     extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
     rows = layout.micro_batch / (layout.tp * layout.cp)
-    return (option.verdict == "tight", -rows, axes, *extras, option.step_s)
+    tight_bytes = option.memory_bytes if option.verdict == "tight" else 0.0
+    return (tight_bytes, -rows, axes, *extras, option.step_s)
 
 
-def one_of_each_kind(options: Sequence[Option]) -> list[Option]:
+def one_of_each_kind(options: Sequence[Estimate]) -> list[Estimate]:
     """The first of those that differ in nothing but how inputs are gathered and how shards are replicated."""
-    firsts: dict[Layout, Option] = {}
+    firsts: dict[Layout, Estimate] = {}
     for option in options:
         firsts.setdefault(replace(option.layout, regather=False, dp_replicate=1), option)
     return list(firsts.values())
 
 
-def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
+def front(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
     """Those that no other beats in memory and in MFU, of options that stand fastest first."""
-    kept: list[Option] = []
+    kept: list[Estimate] = []
     for option in sorted(ranked, key=lambda option: (option.step_s, option.memory_bytes)):
         if not kept or option.memory_bytes < kept[-1].memory_bytes:
             kept.append(option)
@@ -119,7 +119,7 @@ def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 # ------------------------------------------------------------------------------------ the search
-def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Option], int]:
+def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Estimate], int]:
     """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried.
 
     A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
@@ -239,7 +239,7 @@ def _routed_parameters(config) -> int:
 
 
 # ------------------------------------------------------------------------------------ where nothing fits
-def _nothing_fits(job: Job, lost: list[Option]) -> str:
+def _nothing_fits(job: Job, lost: list[Estimate]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
     leanest = min(lost or [_leanest(job)], key=lambda option: option.memory_bytes)
@@ -251,7 +251,7 @@ def _nothing_fits(job: Job, lost: list[Option]) -> str:
     )
 
 
-def _leanest(job: Job) -> Option:
+def _leanest(job: Job) -> Estimate:
     """Of layouts whose states alone do not fit, the one with the least of them, recomputed as far as can be."""
     layouts = (one for shape in shapes(job) for one in sharded(job, shape))
     layout = min(layouts, key=lambda one: (least_states(job, one), one.micro_batch))
@@ -259,14 +259,14 @@ def _leanest(job: Job) -> Option:
 
 
 # ------------------------------------------------------------------------------------ what was near
-def _nearest(best: Option, ranked: tuple[Option, ...], lost: list[Option]) -> tuple[Rejected, ...]:
+def _nearest(best: Estimate, ranked: tuple[Estimate, ...], lost: list[Estimate]) -> tuple[Rejected, ...]:
     """Say of the two that differ in the fewest choices, of those worked out, why they lost."""
     others = [option for option in (*ranked, *lost) if option is not best]
     near = sorted(others, key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))[:2]
     return tuple(Rejected(option.layout, _why(best, option)) for option in near)
 
 
-def _why(best: Option, option: Option) -> str:
+def _why(best: Estimate, option: Estimate) -> str:
     if not option.fits:
         return f"does not fit: {option.memory_in_words}"
     share = option.step_s / best.step_s - 1

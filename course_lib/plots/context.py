@@ -1,19 +1,17 @@
-"""Context parallelism in pictures: tokens on ranks, the mask shared out, who waits, what travels, memory by length."""
+"""Context parallelism in pictures: heads for tokens, the mask shared out, who waits, memory by length."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from course_lib.hardware import GPU
 from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
-from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context, tile
-from course_lib.palette import COMMUNICATION_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
+from course_lib.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, text_on
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
-from course_lib.plots.diagrams import diagram, draw_arrows
 from course_lib.plots.style import (
     ground,
     key,
     keys_below,
-    labelled_box,
     panel_title,
     picture_axes,
     picture_panels,
@@ -21,120 +19,11 @@ from course_lib.plots.style import (
     rank_patches,
     write,
 )
-from course_lib.plots.tiles import ABSENT_COLOR, Tile, draw_squares, draw_tiles, rank_tile, ranks
+from course_lib.plots.tiles import ABSENT_COLOR, draw_squares, ranks
 from course_lib.units import UNITS, three_digits
-from course_lib.validate import Positive, Size, checked
+from course_lib.validate import Size, checked
 
 CP, TOKENS = 4, 16  # of the pictures whose numbers are nobody's
-
-# ---------------------------------------------------------------- where tokens mix
-
-PARTS = ("embedding", "norm", "q, k, v", "attention", "output", "norm", "MLP", "head, loss")
-
-
-def show_cut() -> None:
-    """Show the parts of a model from left to right, and the tokens of each rank as a row: only attention mixes rows."""
-    boxes = [(x + 0.05, rank + 0.12, 0.9, 0.76, RANK_COLORS[rank], part) for rank in range(CP)
-             for x, part in enumerate(PARTS) if part != "attention"]  # fmt: skip
-    left = PARTS.index("attention") + 0.05
-    boxes.append((left, 0.12, 0.9, CP - 0.24, "#E6E6E6", "attention:\nkeys and\nvalues of\nall ranks"))
-    names = [(-0.1, rank + 0.5, f"rank {rank}", "right") for rank in range(CP)]
-    said = "Each rank computes on its own tokens; only attention needs those of other ranks"
-    diagram(1.2 + 0.4 * CP, said, ((-0.75, len(PARTS)), (CP, 0)), boxes, (), names)
-
-
-# ---------------------------------------------------------------- two outputs become one
-
-
-def merged(outputs: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the output over all keys: the mean of the outputs, each with its weight (its sum of exponentials).
-
-    Raises   ValueError unless there are as many weights as outputs
-    """
-    if not outputs or len(outputs) != len(weights):
-        raise ValueError(f"got {len(outputs)} outputs and {len(weights)} weights; give as many of both, at least one")
-    return sum(o * w for o, w in zip(outputs, weights, strict=True)) / sum(weights)
-
-
-@checked
-def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive]) -> None:
-    """Show each output as a box as wide as its weight, and the merged one with the same area in all."""
-    whole, total = merged(outputs, weights), sum(weights)
-    with picture_panels(1, 2, 2.6, "The merged output is a weighted mean", sharey=True) as (figure, panels):
-        figure.get_layout_engine().set(wspace=0.08)
-        left = 0.0
-        for index, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-            text, color = f"block {index + 1}\noutput {output:g}", RANK_COLORS[index % len(RANK_COLORS)]
-            labelled_box(panels[0], (left, 0), (weight, output), color, text)
-            left += weight
-        grey = mix(NEUTRAL_COLOR, "#FFFFFF", 0.5)
-        labelled_box(panels[1], (0, 0), (total, whole), grey, f"all keys\noutput {whole:g}")
-        for axes, caption in zip(panels, ("each block by itself", "merged: the same area"), strict=True):
-            axes.set(xlim=(0, total), ylim=(0, 1.1 * max(outputs)), xlabel="weight: sum of exponentials")
-            panel_title(axes, caption)
-        panels[0].set(ylabel="output", yticks=sorted({0, *outputs, whole}))
-
-
-# ---------------------------------------------------------------- gradients that travel
-
-
-def show_gradient_ring() -> None:
-    """Show the way of rank 0's keys and values in the backward pass of three ranks, and of their gradient behind them.
-
-    At step t rank t has the block of rank 0. Its owner's share, of step 0, stays at home.
-    """
-    count, color, boxes = 3, RANK_COLORS[0], []
-    for rank in range(count):
-        for step in range(count):
-            shares = f"{step} share{'s' * (step > 1)} in dkv" if step else "own share stays"
-            text = f"k v of 0{':' if step else ','}\n{shares}" if rank == step else ""
-            boxes.append((step + 0.03, rank + 0.12, 0.94, 0.76, color if text else ABSENT_COLOR, text))
-    boxes.append((count + 0.03, 0.12, 0.94, 0.76, color, f"dkv of 0:\n{count} shares"))
-    with picture_axes(1.3 + 0.55 * count) as axes:
-        for left, top, width, height, face, text in boxes:
-            labelled_box(axes, (left, top), (width, height), face, text)
-        hops = [((step + 0.5, step + 0.88), (step + 1.35, step + 1.12)) for step in range(1, count - 1)]
-        hops.append(((count, count - 0.5), (count + 0.5, 0.9)))
-        draw_arrows(axes, hops, COMMUNICATION_COLOR, mutation_scale=13, linewidth=1.8, zorder=4)
-        for index in range(count):
-            write(axes, -0.05, index + 0.5, f"rank {index}", "right")
-            write(axes, index + 0.5, -0.1, f"step {index}")
-        write(axes, count + 0.5, -0.1, "at home")
-        axes.set(xlim=(-0.6, count + 1), ylim=(count, -0.35))
-        axes.set_axis_off()
-        axes.set_title(f"The gradient of a block makes {count - 1} ring steps, one behind its keys and values")
-
-
-# ---------------------------------------------------------------- chunks of a sequence
-
-
-def owners(sequence_sharding: str, seq_len: int, cp_size: int) -> list[int]:
-    """Return which rank has each token.
-
-    Raises   ValueError as `sequence_sharding.check_context`
-    """
-    check_context(seq_len, cp_size, sequence_sharding)
-    found = [0] * seq_len
-    for rank in range(cp_size):
-        for place in positions(sequence_sharding, seq_len, cp_size, rank).tolist():
-            found[place] = rank
-    return found
-
-
-def show_chunks() -> None:
-    """Show each token as a bar as high as the keys that it sees, in the colour of its rank: contiguous, and zig-zag."""
-    with picture_panels(2, 1, 3.6, "A late token sees more keys than an early one", sharex=True) as (_, panels):
-        for axes, name in zip(panels, ("contiguous", "zigzag"), strict=True):
-            totals = pairs_of_ranks(pairs(name, TOKENS, CP))
-            for token, rank in enumerate(owners(name, TOKENS, CP)):
-                axes.bar(token, token + 1, width=0.94, color=RANK_COLORS[rank])
-                write(axes, token, token + 1 + 0.04 * TOKENS, str(rank), fontsize=8)
-            said = ", ".join(f"rank {rank}: {total}" for rank, total in enumerate(totals))
-            panel_title(axes, f"{name}: pairs of {said}")
-            axes.set(xlim=(-0.6, TOKENS - 0.4), ylim=(0, 1.12 * TOKENS), ylabel="keys seen", yticks=[1, TOKENS])
-        axes.set_xticks(range(TOKENS))
-        axes.set_xlabel("position of the token (above a bar and as its colour: its rank)")
-
 
 # ---------------------------------------------------------------- heads for tokens
 
@@ -260,41 +149,6 @@ def draw_work(axes, table: Sequence[Sequence[int]], end: int) -> None:
             hatched = {"facecolor": "none", "edgecolor": NEUTRAL_COLOR, "hatch": "////", "linewidth": 0}
             axes.barh(rank, waits, left=start + done, height=0.74, **hatched)
             start += done + waits
-
-
-# ---------------------------------------------------------------- blocks that travel
-
-
-def travel(cp_size: int, sequence_sharding: str) -> list[list[tuple[int, int]]]:
-    """What each rank has at each step of a ring, [rank][step]: whose block (of two tokens), and pairs computed with it.
-
-    At step t rank r has the block of rank r - t.
-    """
-    check_context(2 * cp_size, cp_size, sequence_sharding)
-
-    def held(rank: int, step: int) -> tuple[int, int]:
-        seen = tile(sequence_sharding, 2, rank, (rank - step) % cp_size)
-        return (rank - step) % cp_size, seen.pairs if seen else 0
-
-    return [[held(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
-
-
-def show_travel() -> None:
-    """Show whose keys and values each rank has at each step; hatched where its queries may see none of them."""
-    table, rows = travel(CP, "contiguous"), []
-    for row in table:
-        look = {"linewidth": 1.2}
-        hollow = [Tile(f"k v of {of}", width=0.92, look=look | {"edgecolor": RANK_COLORS[of], "hatch": "////"})
-                  for of, _ in row]  # fmt: skip
-        filled = [rank_tile(f"k v of {of}", of, 0.92, **look) for of, _ in row]
-        tiles = [full if seen else pale for full, pale, (_, seen) in zip(filled, hollow, row, strict=True)]
-        rows.append([0.04] + [part for one in tiles for part in (one, 0.08)])
-    idle = sum(not seen for row in table for _, seen in row)
-    with picture_axes(1.1 + 0.42 * CP) as axes:
-        draw_tiles(axes, rows, ranks(CP), height=0.84)
-        axes.set_xticks([step + 0.5 for step in range(CP)], [f"step {step}" for step in range(CP)])
-        said = f"{CP - 1} ring steps bring every block to every rank"
-        axes.set_title(f"{said}; in {idle} of {CP**2} places it is of no use there")
 
 
 # ---------------------------------------------------------------- memory by length

@@ -9,9 +9,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from course_lib.palette import AXIS_COLORS, text_on
-from course_lib.plots.diagrams import draw_arrows
 from course_lib.plots.pipeline import chart_height_in, draw_chart, schedule_picture
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style, write
+from course_lib.plots.style import FULL_WIDTH_IN, draw_arrows, finish, labelled_box, style, write
 from course_lib.schedules import all_forward_all_backward, one_f_one_b, simulate
 
 PLAIN_COLOR = "#E6E6E6"

@@ -16,57 +16,15 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 Curve = Mapping[float, float]
 
 
-def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
-    """Lines for models, markers for measurements; measurements carry their numbers."""
-    for index, (name, curve) in enumerate(lines.items()):
-        look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
-        axes.plot(list(curve), list(curve.values()), label=name, **look)
-    for index, (name, curve) in enumerate(points.items()):
-        look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
-        axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
-    for x, y, above in value_labels_of(list(points.values()), lines=list(lines.values())) if value_labels else ():
-        look = {"va": "bottom" if above else "top", "ha": "center", "bbox": ground("white", 0.3, 0.75)}
-        place = {"xytext": (0, 7 if above else -8), "textcoords": "offset points"}
-        axes.annotate(three_digits(y), (x, y), fontsize=8.5, **place, **look)
-    axes.legend(loc="best")
-
-
-def value_labels_of(curves: Sequence[Curve], lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
-    """Which points carry their number, as (x, y, above).
-
-    All of the first curve's do: above, or below where a line would strike it through or another point lies there.
-    Of other curves those that have room: below, or else above.
-    """
-    top = max((y for curve in curves for y in curve.values()), default=0)
-    height, reach = 0.09 * top, 0.12 * top  # of a number; from a point to the far edge of its number
+def value_labels_of(curve: Curve, lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
+    """Return (x, y, above) of each point's number: above the point, or below where a line would strike it through."""
+    reach = 0.12 * max(curve.values(), default=0)  # from a point to the far edge of its number
 
     def struck(x: float, y: float) -> bool:
-        at_x = [line[x] - y for line in lines if x in line]
-        return any(0 < gap < reach for gap in at_x) and not any(-reach < gap <= 0 for gap in at_x)
+        gaps = [line[x] - y for line in lines if x in line]
+        return any(0 < gap < reach for gap in gaps) and not any(-reach < gap <= 0 for gap in gaps)
 
-    first, others = (curves[0], curves[1:]) if curves else ({}, ())
-    labels = [
-        (x, y, not struck(x, y) and not any(0 < curve.get(x, y) - y < reach for curve in others))
-        for x, y in first.items()
-    ]
-    for curve in others:
-        for x, y in curve.items():
-            taken = [
-                place for at, other, above in labels if at == x for place in (other, other + _side(above) * height)
-            ]
-            free = [
-                above
-                for above in (False, True)
-                if min([abs(place - y - _side(above) * height) for place in taken], default=height) >= height
-                and (not struck(x, y) if above else y > height)
-            ]
-            if free and min([abs(other - y) for at, other, _ in labels if at == x], default=height) > height / 2:
-                labels.append((x, y, free[0]))
-    return labels
-
-
-def _side(above: bool) -> int:
-    return 1 if above else -1
+    return [(x, y, not struck(x, y)) for x, y in curve.items()]
 
 
 @checked
@@ -80,9 +38,23 @@ def show_curves(
     log_y: bool = False,
     value_labels: bool = True,
 ) -> None:
-    """Show `{name: {x: y}}` of models as lines beside `{name: {x: y}}` of published measurements as points."""
+    """Show `{name: {x: y}}` of models as lines beside `{name: {x: y}}` of published measurements as points.
+
+    The points of the first measurement carry their numbers.
+    """
     with picture_axes(3.8, FULL_WIDTH_IN * 0.85) as axes:
-        draw_curves(axes, lines, points, value_labels)
+        for index, (name, curve) in enumerate(lines.items()):
+            look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
+            axes.plot(list(curve), list(curve.values()), label=name, **look)
+        for index, (name, curve) in enumerate(points.items()):
+            look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
+            axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
+        numbered = next(iter(points.values()), {}) if value_labels else {}
+        for x, y, above in value_labels_of(numbered, list(lines.values())):
+            look = {"va": "bottom" if above else "top", "ha": "center", "bbox": ground("white", 0.3, 0.75)}
+            place = {"xytext": (0, 7 if above else -8), "textcoords": "offset points"}
+            axes.annotate(three_digits(y), (x, y), fontsize=8.5, **place, **look)
+        axes.legend(loc="best")
         _scale(axes, sorted({x for curve in [*lines.values(), *points.values()] for x in curve}), log_x, log_y)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title)
@@ -113,12 +85,6 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
         "nodes of 8 GPUs",
         "bus bandwidth (GB/s)",
     )
-
-
-@checked
-def show_throughput(published: Curve, model: Curve, title: str) -> None:
-    """Show throughput over GPUs: `{gpus: tokens per second and GPU}`, published as points, modelled as a line."""
-    show_curves({"alpha-beta model": model}, {"published": published}, title, "GPUs", "tokens per second and GPU")
 
 
 # ---------------------------------------------------------------- alpha-beta

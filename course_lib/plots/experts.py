@@ -1,25 +1,24 @@
-"""Experts in pictures: their load, what balancing does over time, how few are active, where tokens and bytes go."""
+"""Experts in pictures: their load, what balancing does over time, rows and speed, how few are active, bytes sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 
-from course_lib.layout.experts import ExpertLayout
+from course_lib.hardware import GPU
 from course_lib.palette import (
     COMPUTE_COLOR,
     EXPOSED_COLOR,
     LIMIT_COLOR,
     NEUTRAL_COLOR,
     OKABE_ITO,
-    RANK_COLORS,
     mix,
 )
-from course_lib.plots.diagrams import draw_diagram
 from course_lib.plots.style import key, keys_below, panel_title, picture_axes, picture_panels, plain_rows, write
 from course_lib.plots.tiles import Tile, draw_tiles
+from course_lib.timing.rates import peak_flops, roofline_s
 from course_lib.units import UNITS, three_digits, unit_for
-from course_lib.validate import Index, Size, checked
+from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- load
 
@@ -142,36 +141,43 @@ def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
         axes.set_title(parameters_title(parameters))
 
 
-# ---------------------------------------------------------------- the way of tokens
+# ---------------------------------------------------------------- rows per expert and speed
 
 
 @checked
-def show_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence, title: str) -> None:
-    """Show the way of a few tokens of one rank to their experts: lines as thick as weights.
+def grouped_share_of_peak(rows: Positive, d_model: Size, d_expert: Size, gpu: GPU) -> float:
+    """Return the share of peak FLOP/s that one matrix of an expert can reach with so many rows, in bf16 (modelled).
 
-    experts, weights   expert_Tk and weight_Tk of each rank, of which there is one
-    Raises   ValueError if there are several ranks, or more tokens or experts than the picture has room for
+    The FLOPs at peak, or the bytes of rows in, matrix and rows out at memory bandwidth: whichever takes longer.
     """
-    if layout.ep_size != 1 or len(experts) != 1 or max(len(experts[0]), layout.num_experts) > 32:
-        size = f"{layout.ep_size} ranks and {layout.num_experts} experts"
-        raise ValueError(f"got {size}; give one rank, at most 32 tokens and experts")
-    (expert_Tk,), (weight_Tk,) = experts, weights
-    height = max(len(expert_Tk), layout.num_experts)
+    flops = 2 * rows * d_model * d_expert
+    moved_bytes = 2 * (rows * d_model + d_model * d_expert + rows * d_expert)
+    return flops / peak_flops(gpu, "bf16") / roofline_s(flops, moved_bytes, gpu)
 
-    def middles(count: int) -> list[float]:
-        return [(height - 0.8 * count) / 2 + 0.8 * (index + 0.5) for index in range(count)]
 
-    token_at, expert_at = middles(len(expert_Tk)), middles(layout.num_experts)
-    boxes = [(-0.9, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"t{index}") for index, y in enumerate(token_at)]
-    boxes += [(2.0, y - 0.37, 0.9, 0.74, RANK_COLORS[0], f"E{index}") for index, y in enumerate(expert_at)]
-    with picture_axes(1.1 + 0.26 * height) as axes:
-        notes = [(-0.45, -0.35, "tokens"), (2.45, -0.35, "experts")]
-        draw_diagram(axes, ((-1.85, 3.6), (height, -0.75)), boxes, (), notes, fontsize=8)
-        for token, chosen in enumerate(expert_Tk):
-            for expert, weight in zip(chosen, weight_Tk[token], strict=True):
-                ends = (0.02, 1.98), (token_at[token], expert_at[int(expert)])
-                axes.plot(*ends, color="#777777", linewidth=0.5 + 2.4 * float(weight), alpha=0.9)
-        axes.set_title(title)
+@checked
+def show_rows_per_expert(points: Mapping[str, float], d_model: Size, d_expert: Size, gpu: GPU) -> None:
+    """Show the modelled share of peak over rows per expert, with named points.
+
+    Raises   ValueError if there is no point, or one has less than a row
+    """
+    if not points or min(points.values()) < 1:
+        raise ValueError(f"got {len(points)} points; give at least one, with at least 1 row each")
+    rows = [2 ** (half / 2) for half in range(0, 27)]
+    with picture_axes(2.9) as axes:
+        axes.plot(rows, [100 * grouped_share_of_peak(r, d_model, d_expert, gpu) for r in rows], color=COMPUTE_COLOR)
+        for name, count in points.items():
+            share = 100 * grouped_share_of_peak(count, d_model, d_expert, gpu)
+            axes.plot([count], [share], "o", color=OKABE_ITO["vermillion"])
+            side = (
+                {"xytext": (-7, 3), "ha": "right", "va": "bottom"} if share > 60 else {"xytext": (7, -3), "va": "top"}
+            )
+            text = f"{name}:\n{count:,.0f} rows, {three_digits(share)} %"
+            axes.annotate(text, (count, share), textcoords="offset points", fontsize=9, **side)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel=f"rows per expert (matrix {d_model:,} x {d_expert:,}, bf16)", ylabel="% of peak FLOP/s")
+        axes.set(ylim=(0, 118), yticks=[0, 25, 50, 75, 100])
+        axes.set_title(f"With few rows an expert's matrix is read for little work ({gpu.name}, modelled)")
 
 
 # ---------------------------------------------------------------- who sends what to whom

@@ -1,4 +1,4 @@
-"""What a pipeline is, in pictures: the cut and its messages, two halves of backward, which rank holds which layers."""
+"""A pipeline in pictures: its messages, what ranks did in order, which rank holds which layers, bubble and memory."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -7,11 +7,8 @@ from itertools import accumulate
 
 from matplotlib.ticker import PercentFormatter
 
-from course_lib.layout.partition import even_layers
-from course_lib.palette import KIND_COLORS, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.diagrams import diagram, draw_arrows, draw_diagram
+from course_lib.palette import KIND_COLORS, OKABE_ITO, RANK_COLORS
 from course_lib.plots.pipeline import (
-    OP_COLORS,
     chart_height_in,
     draw_schedule,
     legend_below,
@@ -20,53 +17,16 @@ from course_lib.plots.pipeline import (
 )
 from course_lib.plots.pipeline_trace import measured_picture
 from course_lib.plots.stages import peaks_of
-from course_lib.plots.style import labelled_box, picture_axes, picture_panels, write
-from course_lib.plots.tiles import Tile, draw_tiles, ranks
-from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
+from course_lib.plots.style import draw_arrows, labelled_box, picture_axes, picture_panels, write
+from course_lib.plots.tiles import ranks
+from course_lib.schedules.instructions import Schedule, needs
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
 from course_lib.units import three_digits
-from course_lib.validate import Size, checked
+from course_lib.validate import checked
 
 ACTIVATION_COLOR, GRADIENT_COLOR = OKABE_ITO["blue"], OKABE_ITO["vermillion"]
 MOST_STAGES = 8
-
-# ---------------------------------------------------------------- a model cut between its layers
-
-
-def stage_texts(num_layers: int, num_stages: int) -> list[str]:
-    """Return what each stage has: its layers, the embedding on the first, the head on the last.
-
-    Raises   ValueError if a stage would have no layer, or there are more stages than the picture has room for
-    """
-    most = min(num_layers, MOST_STAGES)
-    if not 2 <= num_stages <= most:
-        raise ValueError(f"num_stages is {num_stages}; give 2 to {most} for {num_layers} layers")
-    texts, first = [], 0
-    for rank, size in enumerate(even_layers(num_layers, num_stages)):
-        lines = ["embedding"] * (rank == 0) + [f"layer {layer}" for layer in range(first, first + size)]
-        texts.append("\n".join(lines + ["norm, head"] * (rank == num_stages - 1)))
-        first += size
-    return texts
-
-
-@checked
-def show_cut(num_layers: Size, num_stages: Size) -> None:
-    """Show a model cut into stages, and the two messages that cross each cut for every micro-batch."""
-    texts = stage_texts(num_layers, num_stages)
-    boxes = [(rank, 0, 0.62, 1, mix(RANK_COLORS[rank], "#FFFFFF", 0.45), text) for rank, text in enumerate(texts)]
-    with picture_axes(1.2 + 0.2 * max(text.count("\n") + 1 for text in texts)) as axes:
-        draw_diagram(axes, ((-0.05, num_stages - 0.33), (-0.05, 1.3)), boxes, fontsize=9, edgecolor="black")
-        for rank in range(num_stages):
-            write(axes, rank + 0.31, 1.16, f"rank {rank}", fontsize=9.5, fontweight="bold")
-        for cut in range(num_stages - 1):
-            left, middle, right = cut + 0.65, cut + 0.81, cut + 0.97
-            draw_arrows(axes, [((left, 0.7), (right, 0.7))], ACTIVATION_COLOR, linewidth=2)
-            draw_arrows(axes, [((right, 0.3), (left, 0.3))], GRADIENT_COLOR, linewidth=2)
-            write(axes, middle, 0.85, "x_BSD", fontsize=8.5, color=ACTIVATION_COLOR)
-            write(axes, middle, 0.15, "its grad", fontsize=8.5, color=GRADIENT_COLOR)
-        axes.set_title("Only the cuts communicate: hidden states forward, their gradient backward")
-
 
 # ---------------------------------------------------------------- messages of a schedule in time
 
@@ -126,64 +86,6 @@ def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str)
         axes.set_title(title)
         axes.set(xticks=[], xlabel="order of events, not time")
         legend_below(axes, legend_of([picture]))
-
-
-# ---------------------------------------------------------------- backward in two halves
-
-
-def show_halves() -> None:
-    """Show which products of backward the rank before waits for, and which nobody waits for."""
-    layers, boxes = 3, []
-    for layer in range(layers):
-        boxes.append((layer, 0, 0.7, 0.55, OP_COLORS["F"], f"z = W{layer} x"))
-        boxes.append((layer, 1, 0.7, 0.55, OP_COLORS["I"], f"dx = W{layer}ᵀ dz"))
-        boxes.append((layer, 2, 0.7, 0.55, OP_COLORS["W"], f"dW{layer} = dz xᵀ"))
-    arrows = [((layer - 0.3, 0.275), (layer - 0.02, 0.275)) for layer in range(layers + 1)]
-    arrows += [((layer - 0.02, 1.275), (layer - 0.3, 1.275)) for layer in range(layers + 1)]
-    arrows += [((layer + 0.35, 1.57), (layer + 0.35, 2.0)) for layer in range(layers)]
-    left = ("x from the\nrank before", "the rank before\nwaits for this", "optimizer,\nat the end")
-    right = ("forward F", "first half I", "second half W:\nat any time after I")
-    notes = [(-0.35, 0.275 + row, text, "right") for row, text in enumerate(left)]
-    notes += [(layers + 0.05, 0.275 + row, text, "left") for row, text in enumerate(right)]
-    said = "Backward has two products per layer; only one of them is waited for"
-    diagram(2.7, said, ((-1.15, layers + 0.95), (2.65, -0.15)), boxes, arrows, notes, fontsize=10)
-
-
-# ---------------------------------------------------------------- which stages a rank holds
-
-
-@checked
-def placements(pp: Size) -> dict[str, list[tuple[int, ...]]]:
-    """Return for each way of placing stages the stages of every rank.
-
-    Source   DualPipe: DeepSeek-AI 2024 (arXiv:2412.19437), section 3.2.1: micro-batches enter at both ends
-    """
-    ways = {"interleaved (v = 2)": loop_placement(pp, 2), "V (ZBV, DualPipeV)": v_placement(pp)}
-    placed = {
-        name: [tuple(stage for stage, owner in enumerate(owners) if owner == rank) for rank in range(pp)]
-        for name, owners in ways.items()
-    }
-    one = {"1F1B": [(rank,) for rank in range(pp)]}
-    return one | placed | {"DualPipe (two directions)": [(rank, pp - 1 - rank) for rank in range(pp)]}
-
-
-def show_placements() -> None:
-    """Show which stages each of four ranks holds in four families of schedules."""
-    pp, rows, names = 4, [], []
-    for name, of_ranks in placements(pp).items():
-        count = 1 + max(stage for stages in of_ranks for stage in stages)
-        rows.append([])
-        for stages in of_ranks:
-            for stage in stages:
-                color = mix(OKABE_ITO["sky"], "#FFFFFF", 0.75 * stage / (count - 1))
-                rows[-1].append(Tile(f"stage {stage}", color, 0.86 / len(stages), {"linewidth": 2}))
-            rows[-1].append(0.14)
-        names.append(f"{name}\n{count} stages")
-    with picture_axes(2.9) as axes:
-        draw_tiles(axes, rows, names, height=0.62, fontsize=9)
-        axes.set_xticks([rank + 0.43 for rank in range(pp)], ranks(pp))
-        axes.xaxis.tick_top()
-        axes.set_title("Which stages a rank holds; a lighter stage is nearer to the loss")
 
 
 # ---------------------------------------------------------------- which layers where

@@ -2,7 +2,7 @@
 
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
@@ -14,6 +14,8 @@ from matplotlib.text import Text
 
 from course_lib.palette import RANK_COLORS, text_on
 from course_lib.validate import Positive, Share, Size
+
+Place = tuple[float, float]
 
 FULL_WIDTH_IN = 8.5
 BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
@@ -77,13 +79,6 @@ def _closed_after_an_error(figure) -> Iterator[None]:
 def panel_title(axes, text: str, loc: str = "left") -> None:
     """Say what one panel of several shows."""
     axes.set_title(text, fontsize=9.5, fontweight="normal", loc=loc)
-
-
-def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
-    """Name the rows of a drawing by rank, and leave nothing else of its frame; `middle` of a row, from its top."""
-    axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def write(axes, x: float, y: float, text: str, align: str = "center", fontsize: float = 9, **look) -> Text:
@@ -156,10 +151,11 @@ def bare(axes, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def arrow(axes, start: tuple[float, float], stop: tuple[float, float], **look) -> None:
-    """Draw an arrow; look as FancyArrowPatch has it."""
-    look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": "#444444", "linewidth": 1, "shrinkA": 0} | look
-    axes.add_patch(FancyArrowPatch(start, stop, **look))
+def draw_arrows(axes, ends: Iterable[tuple[Place, Place]], color: str = "#444444", **look) -> None:
+    """Draw arrows from one place to another; look as FancyArrowPatch has it."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 10, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0} | look
+    for start, stop in ends:
+        axes.add_patch(FancyArrowPatch(start, stop, color=color, **look))
 
 
 SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice as many

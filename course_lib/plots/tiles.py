@@ -1,10 +1,12 @@
-"""The form of what ranks hold: rows of tiles, each with a word or a number."""
+"""The form of what ranks hold: rows of tiles, each with a word or a number; numbers as squares."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from course_lib.palette import NEUTRAL_COLOR, RANK_COLORS, channels
-from course_lib.plots.style import labelled_box
+from course_lib.palette import KIND_COLORS, NEUTRAL_COLOR, channels
+from course_lib.plots.style import FULL_WIDTH_IN, key, labelled_box, picture_axes, write
+from course_lib.validate import Size, checked
 
 ABSENT_COLOR = "#F4F4F4"
 
@@ -24,11 +26,6 @@ OUTLINED = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3}
 HATCHED = {"hatch": "//"}
 
 Row = Sequence[Tile | float]  # from left to right; a number is so much room
-
-
-def rank_tile(text: object, rank: int, width: float = 1, **look) -> Tile:
-    """Return a tile in the colour of a rank."""
-    return Tile(f"{text}", RANK_COLORS[rank % len(RANK_COLORS)], width, look)
 
 
 def ranks(count: int) -> list[str]:
@@ -70,3 +67,30 @@ def draw_squares(axes, colors: Sequence[Sequence[str]], xlabel: str, ylabel: str
     axes.vlines(range(columns + 1), 0, rows, color="white", linewidth=0.6)
     axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[], xlabel=xlabel, ylabel=ylabel)
     axes.spines[:].set_visible(False)
+
+
+@checked
+def show_squares(kinds: Mapping[str, Size], caption: str, title: str) -> None:
+    """Show {kind: numbers} as squares in columns of eight, so that areas are true; `caption` says what a square is.
+
+    Raises   ValueError if a kind has no colour
+    """
+    if not kinds or (unknown := set(kinds) - set(KIND_COLORS)):
+        raise ValueError(f"kinds {sorted(unknown if kinds else [])} have no colour; use {', '.join(KIND_COLORS)}")
+    rows, height = [[] for _ in range(8)], 8
+    for kind, count in kinds.items():
+        for row in range(height):
+            across = len(range(row, count, height))
+            rows[row] += [Tile(color=KIND_COLORS[kind], look={"linewidth": 0.8})] * across
+            rows[row].append(-(-count // height) - across + 1.0)
+    right = sum(-(-count // height) + 1 for count in kinds.values()) - 1
+    with picture_axes(0.95 + min(0.2, (FULL_WIDTH_IN - 1.5) / right) * (height + 1.4)) as axes:
+        draw_tiles(axes, rows)
+        starts = accumulate((-(-count // height) + 1 for count in kinds.values()), initial=0)
+        for left, count in zip(starts, kinds.values(), strict=False):  # the last end starts nothing
+            write(axes, left, -0.1, str(count), "left", va="bottom")
+        axes.set(xlim=(0, right), ylim=(height + 0.2, -1.1), aspect="equal", anchor="W")
+        axes.set_title(title)
+        handles = [key(KIND_COLORS[kind], kind) for kind in KIND_COLORS if kind in kinds]
+        look = {"loc": "outside lower left", "ncol": len(kinds), "title": caption, "alignment": "left"}
+        axes.figure.legend(handles=handles, **look)

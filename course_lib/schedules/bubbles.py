@@ -82,7 +82,6 @@ def bubble(
     return Bubble(idle_s, ideal_s)
 
 
-@checked
 def unmet_conditions(name: str, pp: Size, num_micro_batches: Size, v: Size = 1, costs: Costs = Costs()) -> list[str]:
     """List what the closed form needs and does not have, as sentences; none if it holds.
 

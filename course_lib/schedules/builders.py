@@ -31,13 +31,11 @@ from course_lib.validate import Size, checked
 # --- one stage a rank
 
 
-@checked
 def naive(pp: Size, num_micro_batches: Size) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank works, the others wait."""
     return _same_stage("naive", pp, [[op + str(i) for i in range(num_micro_batches) for op in "FB"]] * pp)
 
 
-@checked
 def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards, in the same order of micro-batches: each rank has m of them in flight.
 
@@ -81,7 +79,6 @@ def _same_stage(name: str, pp: int, rows: Sequence[Sequence[str]]) -> Schedule:
 # --- several stages a rank
 
 
-@checked
 def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
     """1F1B with v stages a rank, in loops: pp micro-batches through one stage, then the same through the next.
 
@@ -111,7 +108,6 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
 # --- backward in two parts: I at once, since the stage before waits for it; W where the rank would otherwise wait
 
 
-@checked
 def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     """1F1B with W delayed by as many micro-batches as the rank's number: no more memory than 1F1B.
 
@@ -123,7 +119,6 @@ def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     return _same_stage("ZB-H1", pp, rows)
 
 
-@checked
 def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
     """Twice ZB-H1's lead of forwards and twice its delay of W: rank 0 need not wait for the first gradient.
 
@@ -146,7 +141,6 @@ def _split_row(num_micro_batches: int, ahead: int, behind: int) -> list[str]:
     return row + weights
 
 
-@checked
 def zbv(pp: Size, num_micro_batches: Size) -> Schedule:
     """Two stages a rank on a V, split backward: nobody waits if F, I and W take the same time.
 
@@ -172,7 +166,6 @@ def zbv(pp: Size, num_micro_batches: Size) -> Schedule:
     return _on_a_v("ZBV", pp, num_micro_batches, rows)
 
 
-@checked
 def dualpipe_v(pp: Size, num_micro_batches: Size) -> Schedule:
     """DeepSeek's DualPipe on a V: in its steady part a forward of one stage pairs with a backward of the other.
 
@@ -293,7 +286,6 @@ def check_interleaved(pp: Size, num_micro_batches: Size, v: Size) -> None:
         )
 
 
-@checked
 def check_dualpipe_v(pp: Size, num_micro_batches: Size) -> None:
     """Raises ValueError below two micro-batches a rank, which the V's two directions need."""
     if num_micro_batches < 2 * pp:

@@ -21,7 +21,6 @@ from course_lib.validate import checked
 SHOWN = 10  # problems in one error; the rest is counted
 
 
-@checked
 def check(schedule: Schedule) -> None:
     """Raises ValueError, with every problem, unless the schedule is right."""
     if found := problems(schedule):
@@ -112,7 +111,6 @@ def _missing(times: Counter, micro_batch: int, stage: int, where: str) -> Iterat
 # --- 2. nobody waits for ever
 
 
-@checked
 def runnable_order(
     schedule: Schedule, joint: bool = False
 ) -> tuple[list[tuple[int, tuple[Instruction, ...]]], list[int]]:

@@ -72,7 +72,7 @@ class Schedule:
     @cached_property
     def needed(self) -> dict[Instruction, list[Instruction]]:
         """For every instruction what must be done before it: what `needs` returns, kept for walks over all of them."""
-        return {one: needs.__wrapped__(one, self) for one in self.all}  # checked once, as this schedule's
+        return {one: needs(one, self) for one in self.all}
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -87,7 +87,6 @@ class Schedule:
 # --- what follows from what
 
 
-@checked
 def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
     """What must be done before: the stage before in F, the stage after in the backward, I before W."""
     op, micro_batch, stage = instruction.op, instruction.micro_batch, instruction.stage
@@ -111,7 +110,6 @@ def loop_placement(pp: Size, v: Size) -> tuple[int, ...]:
     return tuple(range(pp)) * v
 
 
-@checked
 def v_placement(pp: Size) -> tuple[int, ...]:
     """Two stages a rank, down and up again: rank 0 has the first stage and the last, and so the loss."""
     return (*range(pp), *reversed(range(pp)))
@@ -165,19 +163,16 @@ def from_text(text: str, rank_of_stage: Sequence[int] | None = None, name: str =
     return from_lists(words_of(text), rank_of_stage, name=name)
 
 
-@checked
 def words_of(text: str) -> list[list[str]]:
     """Each line's words, without its name."""
     return [LABEL.sub("", line).split() for line in text.strip().splitlines()]
 
 
-@checked
 def is_idle(word) -> bool:
     """Whether a word is no instruction: an empty slot, or the rest of what stands left."""
     return word is None or word in ("", ".", "-")
 
 
-@checked
 def read_instruction(word, rank: Index, where: str) -> Instruction:
     """ "F0", "F0@1", ("F", 0) or ("F", 0, 1) -> Instruction."""
     if isinstance(word, Instruction):

@@ -211,7 +211,6 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     return clock(schedule, costs)
 
 
-@checked
 def clock(schedule: Schedule, costs: Costs) -> Simulation:
     """Clocks a schedule that is right, as all are that `make` gives: `simulate` checks first."""
     num_stages = schedule.num_stages

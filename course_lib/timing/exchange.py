@@ -6,9 +6,6 @@ from functools import lru_cache
 
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_parameters, mlp_parameters
-from course_lib.hardware import Cluster
-from course_lib.layout import Layout
-from course_lib.layout.mesh import AXES
 from course_lib.memory.budget import states_of
 from course_lib.memory.flats import placed_by
 from course_lib.memory.states import recipe_of
@@ -66,22 +63,8 @@ def _zero_stage(case: Case) -> int:
 def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
     if ranks == 1 or not size:
         return 0.0
-    layout, cluster = case.run.layout, case.cluster
-    per_node = _per_node(layout, cluster, axis, ranks)
-    return network_s(cluster, collective, size, ranks, per_node, case.rates.network_share)
-
-
-def _per_node(layout: Layout, cluster: Cluster, axis: str, ranks: int) -> int:
-    """Ranks of a group that share a node, by arithmetic where the axes lie in their usual order."""
-    if layout.order != AXES:
-        return ranks_in_a_node(layout, cluster, axis)
-    nearer = layout.tp  # ranks that are nearer to each other than those of the group
-    if axis.endswith("replicate"):
-        nearer *= layout.shard_size
-    elif axis.startswith("expert"):
-        nearer = layout.ep if layout.folded else nearer * layout.ep
-    here = min(ranks, max(1, cluster.gpus_per_node // nearer))
-    return here if ranks % here == 0 else 1
+    per_node = ranks_in_a_node(case.run.layout, case.cluster, axis)
+    return network_s(case.cluster, collective, size, ranks, per_node, case.rates.network_share)
 
 
 def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
@@ -89,18 +72,23 @@ def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
     layout, config = case.run.layout, case.run.config
     layers = stages_of(case.run, case.engine)
     mine = placed_by(layout).stages_of_rank(pp_rank) if layout.stages_per_rank > 1 else (pp_rank,)
-    moe, dense, experts = config.moe, 0, 0
+    dense, experts = 0, 0
     for stage in mine:
         first = sum(layers[:stage])
-        with_experts = config.moe_layers_before(first + layers[stage]) - config.moe_layers_before(first)
-        dense += layers[stage] * attention_parameters(config) + (layers[stage] - with_experts) * mlp_parameters(config)
-        if moe:
-            expert = 3 * config.d_model * moe.d_expert
-            dense += with_experts * expert * moe.num_shared_experts
-            experts += with_experts * expert * moe.num_experts / layout.ep
-        end = config.vocab_size * config.d_model
-        dense += end * (stage == 0) + end * (stage == len(layers) - 1) * (0 if config.tied and layout.pp == 1 else 1)
+        of_layers = _numel_of_layers(config, first, first + layers[stage])
+        ends = (stage == 0) + (stage == len(layers) - 1) * (not config.tied or layout.pp > 1)
+        dense += of_layers[0] + ends * config.vocab_size * config.d_model
+        experts += of_layers[1] / layout.ep
     return dense / layout.tp, experts / (1 if layout.folded else layout.tp)
+
+
+@lru_cache(maxsize=1024)
+def _numel_of_layers(config: ModelConfig, first: int, end: int) -> tuple[int, int]:
+    """Weights of matrices of the layers from `first` to `end`: all but routed experts, and these."""
+    moe, with_experts = config.moe, config.moe_layers_before(end) - config.moe_layers_before(first)
+    dense = (end - first) * attention_parameters(config) + (end - first - with_experts) * mlp_parameters(config)
+    expert = with_experts * 3 * config.d_model * moe.d_expert if moe else 0
+    return dense + expert * (moe.num_shared_experts if moe else 0), expert * (moe.num_experts if moe else 0)
 
 
 def update_s(case: Case) -> float:
@@ -108,19 +96,10 @@ def update_s(case: Case) -> float:
     run, layout = case.run, case.run.layout
     shards = layout.data_size if layout.zero_stage else 1
     size = FUSED_UPDATE_BYTES if case.engine.fused else UPDATE_BYTES
-    parameters = 0.0 if run.lora else _parameters(run.config) / (layout.tp * layout.pp)
+    ends = (1 if run.config.tied else 2) * run.config.vocab_size * run.config.d_model
+    parameters = sum(_numel_of_layers(run.config, 0, run.config.num_layers)) + ends
+    parameters = 0.0 if run.lora else parameters / (layout.tp * layout.pp)
     seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
     if run.offload.optimizer != "device" or run.offload.parameters != "device":
         seconds += offload_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches))
     return seconds
-
-
-@lru_cache(maxsize=256)
-def _parameters(config: ModelConfig) -> int:
-    """Weights of all layers, embedding and head, all experts among them."""
-    moe, ends = config.moe, (1 if config.tied else 2) * config.vocab_size * config.d_model
-    layers = config.num_layers * attention_parameters(config)
-    layers += (config.num_layers - config.num_moe_layers) * mlp_parameters(config)
-    if moe:
-        layers += config.num_moe_layers * 3 * config.d_model * moe.d_expert * (moe.num_experts + moe.num_shared_experts)
-    return layers + ends

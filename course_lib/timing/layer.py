@@ -94,8 +94,10 @@ NAMES = tuple(field.name for field in fields(Times))
 
 def stages_of(run: Run, engine: Engine) -> list[int]:
     """How many layers each stage has, as the engine cuts a model unless the layout says it."""
-    if engine.cut == "cost" and run.layout.layers_of_stage is None and run.config.moe is None:
-        return layers_by_cost(run.config, run.layout.pp)
+    if run.layout.layers_of_stage is not None:
+        return list(run.layout.layers_of_stage)
+    if engine.cut == "cost" and run.config.moe is None:
+        return layers_by_cost(run.config, run.layout.num_stages)
     return layers_of(run.config, run.layout)
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from course_lib.layout.experts import ExpertLayout, check_choice
+from course_lib.config import check_groups
+from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import layers_of
 from course_lib.memory.ranks import tokens_of_rank
@@ -80,7 +81,7 @@ def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Si
     A place is missed if all k assignments fall elsewhere. max_places: from so many places only, taken at random. Places
     taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
     """
-    check_choice(num_experts, top_k, places, max_places)
+    check_groups(num_experts, top_k, places, max_places)
     reachable = places if max_places is None else max_places
     width = num_experts // places
     missed = math.comb(width * (reachable - 1), top_k) / math.comb(width * reachable, top_k)
@@ -90,5 +91,5 @@ def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Si
 @checked
 def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
     """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
-    check_choice(layout.num_experts, top_k, layout.num_nodes, None)
+    check_groups(layout.num_experts, top_k, layout.num_nodes, None)
     return top_k * (layout.num_nodes - 1) / layout.num_nodes

@@ -9,7 +9,6 @@ step_clock.py    what a rank says of a step: speed, memory, where its seconds we
 step_trace.py    one step under the profiler, a file for each rank
 log.py           a run's log: JSON lines that can be read whenever the run was killed
 watch.py         what the logs of a run say now: who is slow, has stopped, failed
-clients.py       TensorBoard, Weights & Biases and trackio, which get the same numbers
 stop.py          asked to stop by a signal: all ranks after the same step, and the exit code says so
 trainer.py       the run itself
 __main__.py      python -m course_lib.train

@@ -97,7 +97,6 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
     return "; ".join(f"{_ranks(culprits)} {_names(names)}" for culprits, names in wrong.items())
 
 
-@checked
 def same_data(of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Which dp indices trained on the same tokens, in words; empty if each had its own."""
     indices: dict[str, set[str]] = {}

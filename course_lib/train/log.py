@@ -9,11 +9,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from course_lib.train import clients
 from course_lib.train.plan import Logs
 from course_lib.validate import json_lines, show
 
@@ -32,17 +31,12 @@ class CannotLog(RuntimeError):
 class RunLog:
     """One rank's log while its run goes on; `open_log` makes it."""
 
-    def __init__(self, logs: Logs, path: Path, sinks: Sequence[clients.Sink]):
-        self.logs, self.path, self.sinks = logs, path, sinks
+    def __init__(self, logs: Logs, path: Path):
+        self.logs, self.path = logs, path
 
     def tell(self, **fields: object) -> None:
-        """Write one line more; the numbers of a step go to the clients as well."""
+        """Write one line more."""
         append(self.path, **fields, time=time.time(), host=socket.gethostname(), pid=os.getpid())
-        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
-        if "step" in numbers:
-            step = numbers.pop("step")
-            for send in self.sinks:
-                send(step, numbers)
 
 
 @contextmanager
@@ -51,17 +45,15 @@ def open_log(logs: Logs | None, rank: int) -> Iterator[RunLog | None]:
     if logs is None:
         yield None
         return
-    path = log_path(logs.folder, rank)
-    with ExitStack() as opened:
-        log = RunLog(logs, path, [opened.enter_context(clients.OPEN[name](path.parent, rank)) for name in logs.clients])
-        log.tell(event="start")
-        try:
-            yield log
-        except BaseException as error:
-            with suppress(CannotLog):  # then the error itself counts
-                log.tell(event="error", text=f"{type(error).__name__}: {error}")
-            raise
-        log.tell(event="end")
+    log = RunLog(logs, log_path(logs.folder, rank))
+    log.tell(event="start")
+    try:
+        yield log
+    except BaseException as error:
+        with suppress(CannotLog):  # then the error itself counts
+            log.tell(event="error", text=f"{type(error).__name__}: {error}")
+        raise
+    log.tell(event="end")
 
 
 def append(path: str | Path, **fields: object) -> None:
@@ -103,12 +95,3 @@ def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
         if not isinstance(value, KINDS.get(name, int | float | None)):
             raise ValueError(f"{path} has {name} {show(value)} in a line; give a log that the trainer wrote")
     return lines
-
-
-def losses_of(path: str | Path) -> dict[int, list[float]]:
-    """Step -> its loss, or several where it was repeated."""
-    losses: dict[int, list[float]] = {}
-    for line in read(path):
-        if "loss" in line:
-            losses.setdefault(line["step"], []).append(line["loss"])
-    return losses

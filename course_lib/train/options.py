@@ -12,7 +12,6 @@ from tyro.conf import OmitArgPrefixes
 
 from course_lib.config import ModelConfig, preset, require_bytes
 from course_lib.layout import Layout
-from course_lib.train import clients
 from course_lib.train.plan import Checkpoints, Logs, TrainPlan, check_rollback
 from course_lib.validate import Positive, Size, check_fields, checked, writable
 
@@ -32,15 +31,14 @@ class Options:
     resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
     in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
     log_folder: str | None = None  # gets log/rank0.jsonl and so on, a JSON line for each step: `course watch` reads it
-    log_to: str = ""  # clients that get the numbers, too: "tensorboard,wandb,trackio"; each is an extra
     peak_tflops: Positive | None = None  # what MFU is a share of; a GPU's is known
     trace: Size | None = None  # this step, counted from 0, is recorded: log_folder/trace/rank0.json.gz for Perfetto
     backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
     def __post_init__(self):
         check_fields(self)
-        if (self.log_to or self.peak_tflops or self.trace) and not self.log_folder:
-            raise ValueError("log_to, peak_tflops and trace say more of a log, and there is none; give log_folder")
+        if (self.peak_tflops or self.trace) and not self.log_folder:
+            raise ValueError("peak_tflops and trace say more of a log, and there is none; give log_folder")
         if self.trace is not None and self.trace >= self.plan.steps:
             raise ValueError(
                 f"trace is step {self.trace}, and steps is {self.plan.steps}; give 1 to {self.plan.steps - 1}"
@@ -49,8 +47,7 @@ class Options:
     @property
     def logs(self) -> Logs | None:
         """Where the run tells of its steps."""
-        clients = tuple(name.strip() for name in self.log_to.split(",") if name.strip())
-        return Logs(self.log_folder, clients, self.peak_tflops, self.trace) if self.log_folder else None
+        return Logs(self.log_folder, self.peak_tflops, self.trace) if self.log_folder else None
 
 
 OF_CHECKPOINTS = ("every", "keep", "resume", "in_background")
@@ -90,20 +87,17 @@ def _parse(argv: Sequence[str] | None, aloud: bool) -> Options:
         return tyro.cli(Options, args=argv, prog="train")
 
 
-@checked
 def check_folders(options: Options) -> None:
     """Raises ValueError if checkpoints or logs cannot be written or sent; called before any rank waits for another."""
     if options.checkpoint:
         writable("checkpoint", Path(options.checkpoint))
     if options.logs:
         writable("log_folder", Path(options.log_folder))
-        clients.check(options.logs.clients)
 
 
 # --- texts that stand for records
 
 
-@checked
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -205,7 +199,6 @@ STARTS = {  # how each engine starts that many ranks
 }
 
 
-@checked
 def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> None:
     """Raises ValueError unless there are as many ranks as the layout has, with commands that start as many."""
     ranks = layout.world_size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields, checked, one_of
+from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -28,7 +28,6 @@ PRECISIONS = {
 SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 SHOWN_CHARS = 16  # of a text or a checksum in an error
-CLIENTS = ("tensorboard", "wandb", "trackio")  # each an extra of the package
 DECAYS = ("none", "cosine")
 FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
 
@@ -93,25 +92,18 @@ class Checkpoints:
 class Logs:
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
-    clients      which get the same numbers, in FOLDER/log too: of CLIENTS
     peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
     trace        the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
-
-    Raises   ValueError for a client that is none
     """
 
     folder: str
-    clients: tuple[str, ...] = ()
     peak_tflops: Positive | None = None
     trace: Size | None = None
 
     def __post_init__(self):
         check_fields(self)
-        for client in self.clients:
-            one_of("client", client, CLIENTS)
 
 
-@checked
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     """The learning rate of that step, counted from 0: up in a straight line, then constant or half a cosine."""
     if step < plan.warmup:
@@ -122,7 +114,6 @@ def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     return plan.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-@checked
 def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> None:
     """Seeds this rank's random numbers, dropout's, for one step: another seed for each step and each place but tp.
 
@@ -139,7 +130,6 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
 # --- what a checkpoint must agree with
 
 
-@checked
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
     """All that decides a run's numbers, as JSON can hold it: the text that this machine has, and versions, too.
 
@@ -158,7 +148,6 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
     return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan), **identity}
 
 
-@checked
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
@@ -175,7 +164,6 @@ def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where
         )
 
 
-@checked
 def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
     """Raises ValueError if spikes are to be rolled back and there would be nothing to go back to."""
     if plan.spike_factor and checkpoints is None and not plan.spike_copy_every:
@@ -185,7 +173,6 @@ def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
         )
 
 
-@checked
 def check_ranks(of_ranks: Sequence[Mapping[str, object]]) -> None:
     """Raises ValueError unless all ranks are about to run the same: which rank differs from rank 0, and in what."""
     for rank, settings in enumerate(of_ranks):

@@ -24,7 +24,7 @@ from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.train.plan import Checkpoints, TrainPlan
 from course_lib.train.stop import agreed
-from course_lib.validate import Index, checked
+from course_lib.validate import Index
 from course_lib.weights.pieces import buffers_of, parameters_of
 
 Optimizer = torch.optim.Optimizer
@@ -34,7 +34,6 @@ class LossSpike(RuntimeError):
     """More spikes than the plan rolls back; every rank raises the same."""
 
 
-@checked
 def batch_of_step(step: Index, skipped: Sequence[Index]) -> int:
     """Return the number of the batch that a step trains on: the step-th of those that are not skipped."""
     number = step

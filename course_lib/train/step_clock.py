@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from course_lib.config import ModelConfig
+from course_lib.devices import peak_memory_bytes
 from course_lib.flops import flops_per_token
 from course_lib.hardware import TERA, gpu_of_device
 from course_lib.measure.storages import replaced
@@ -29,7 +30,7 @@ from course_lib.parallel import engine as of_engines
 from course_lib.parallel.executor import Executor
 from course_lib.span import COMPUTE, Span
 from course_lib.train.plan import Logs
-from course_lib.training import data, peak_memory_bytes, wait_for
+from course_lib.training import data, wait_for
 
 PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
 CLOCKED = (  # what is called, and the name of its span

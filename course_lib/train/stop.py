@@ -28,7 +28,7 @@ import time
 import torch
 import torch.distributed as dist
 
-HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has no USR1
+HEARD = (signal.SIGTERM, signal.SIGUSR1)
 
 
 PARENT_S = 0.5  # how often a rank looks whether its engine is still there
@@ -61,8 +61,7 @@ class Stop:
         """
         for number in HEARD:
             signal.signal(number, self.note)
-            if hasattr(signal, "siginterrupt"):  # not on Windows
-                signal.siginterrupt(number, False)  # libraries that do not expect a call to break off are not disturbed
+            signal.siginterrupt(number, False)  # libraries that do not expect a call to break off are not disturbed
 
     def ignore(self) -> None:
         """From now on they do nothing. Python hands them back as it ends: one more would take the exit code's place."""

@@ -42,8 +42,8 @@ from torch import Tensor
 from course_lib import checkpoint, comm
 from course_lib.checkpoint.files import read_manifest, together
 from course_lib.config import ModelConfig, require_bytes
-from course_lib.devices import rank_device
-from course_lib.launch.limits import address_space_left, usable_memory
+from course_lib.devices import peak_memory_bytes, rank_device
+from course_lib.launch.limits import usable_memory
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
@@ -69,7 +69,7 @@ from course_lib.train.spikes import SpikeGuard, not_finite_on
 from course_lib.train.step_clock import clock_step, memory_of, peak_flops_of, speed_of
 from course_lib.train.step_trace import StepTrace, trace_problem
 from course_lib.train.stop import Stop, agreed, end_with_parent, exit_code, stop_text
-from course_lib.training import data, peak_memory_bytes
+from course_lib.training import data
 
 GB = 10**9
 WAIT_FOR_RANK_0_S = 5.0  # an engine ends all ranks when the first one ends: rank 0 must have said why
@@ -79,16 +79,17 @@ Say = Callable[[str], None]
 print_now = partial(print, flush=True)  # an engine reads a pipe: what is not flushed dies with a rank
 
 
-class RanksDiffer(ValueError):
-    """Ranks are not about to run the same; every rank raises the same."""
+class Refused(ValueError):
+    """This run cannot be: ranks differ, memory or disk is too small, checkpoints are another's. On every rank."""
 
 
-class TooLarge(ValueError):
-    """Ranks need more memory than their machine has free; every rank raises the same."""
-
-
-class CannotResume(ValueError):
-    """What is in the folder of checkpoints does not suit this run; every rank raises the same."""
+@contextmanager
+def refusal() -> Iterator[None]:
+    """Raise a ValueError of the block as Refused."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -210,45 +211,36 @@ def run_steps(
 def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
     """What decides this run's numbers, once it is found to be the same on all ranks.
 
-    Raises   RanksDiffer on every rank if one has other options, another text or other versions
+    Raises   Refused on every rank if one has other options, another text or other versions
     """
     settings = settings_of(config, layout, plan)
     of_ranks = comm.all_gather_json(settings | {"layout": layout.to_dict()}, dist.group.WORLD)
-    try:
+    with refusal():
         check_ranks(of_ranks)
-    except ValueError as error:
-        raise RanksDiffer(str(error)) from error
     return settings
 
 
 def check_memory(config: ModelConfig, layout: Layout, plan: TrainPlan) -> None:
-    """Compare what the ranks of a machine need with its free memory, and each rank with the limit of its process.
+    """Compare what the ranks of a machine need with its free memory.
 
     A GPU's memory is not compared: where it ends, its allocator says so with both numbers.
-    Raises   TooLarge on every rank
+    Raises   Refused on every rank
     """
     rank, recipe = dist.get_rank(), FP64 if plan.precision == "fp64" else plan.precision
     budget = budgets(Run(config, layout, plan.seq_len, recipe, device="cpu"))[layout.mesh.coordinates(rank)["pp"]]
     needs = budget.peak_bytes if rank_device().type == "cpu" else 0
-    mine = {"host": socket.gethostname(), "needs": needs, "free": usable_memory()[1], "limit": address_space_left()}
+    mine = {"host": socket.gethostname(), "needs": needs, "free": usable_memory()[1]}
     of_ranks = comm.all_gather_json(mine, dist.group.WORLD)
     needed, ranks = Counter(), Counter(one["host"] for one in of_ranks)
     for one in of_ranks:
         needed[one["host"]] += one["needs"]
-    for one in of_ranks:
-        host = one["host"]
-        together = f"{ranks[host]} rank{'s' * (ranks[host] > 1)} on {host}"
-        if one["limit"] is not None:
-            check_room(config, plan, f"a rank on {host}", one["needs"], one["limit"], "remain of its limit (ulimit -v)")
-        check_room(config, plan, together, needed[host], one["free"], "are free there")
-
-
-def check_room(config: ModelConfig, plan: TrainPlan, who: str, needed: int, free: int, where: str) -> None:
-    if needed > free:
-        raise TooLarge(
-            f"{config.name} with sequences of {plan.seq_len} tokens takes {needed / GB:,.2f} GB of memory for {who}, "
-            f"and {free / GB:,.2f} GB {where}; choose a smaller model or micro_batch, or more machines"
-        )
+    for host, free in ((one["host"], one["free"]) for one in of_ranks):
+        if needed[host] > free:
+            raise Refused(
+                f"{config.name} with sequences of {plan.seq_len} tokens takes {needed[host] / GB:,.2f} GB of memory "
+                f"for {ranks[host]} rank{'s' * (ranks[host] > 1)} on {host}, and {free / GB:,.2f} GB are free there; "
+                "choose a smaller model or micro_batch, or more machines"
+            )
 
 
 def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) -> five_d.MicroBatches:
@@ -339,16 +331,14 @@ def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, s
 def folder_for(
     engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, checkpoints: Checkpoints | None
 ) -> Iterator[None]:
-    """Has the folder of checkpoints to this run. Raises CannotResume if it is another's, not writable or too full."""
+    """Has the folder of checkpoints to this run. Raises Refused if it is another's, not writable or too full."""
     with ExitStack() as held:
         if checkpoints is not None:
             group = checkpoint.wait_for_earlier(engine)
             size_bytes = checkpoint.size_bytes(engine, optimizer)
             at_once = checkpoints.most_at_once(plan.steps)
-            try:
+            with refusal():
                 held.enter_context(checkpoint.one_run(Path(checkpoints.folder), size_bytes, at_once, group))
-            except ValueError as error:
-                raise CannotResume(str(error)) from error
         yield
 
 
@@ -358,14 +348,12 @@ def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints,
     0 and nothing without one.
 
     Rank 0 looks for it, so that all load the same one.
-    Raises   CannotResume if it is torn, of another model, data or optimizer, or should not be there
+    Raises   Refused if it is torn, of another model, data or optimizer, or should not be there
     """
-    try:
+    with refusal():
         path = together(dist.group.WORLD, lambda: look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
         restored = checkpoint.load(engine, optimizer, path) if path else None
         return (restored.step, restored.about) if restored else (0, {})
-    except ValueError as error:
-        raise CannotResume(str(error)) from error
 
 
 def look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
@@ -394,9 +382,9 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
         check_world(layout, place.world_size, place.engine)
         if place.rank == 0:
             check_folders(options)
-        # Slurm ends its tasks itself.
-        when_met = end_with_parent if place.engine in ("torchrun", "accelerate") else None
-        why = join_world(place, options.backend, when_met=when_met)
+        why = join_world(place, options.backend)
+        if place.engine in ("torchrun", "accelerate"):  # Slurm ends its tasks itself
+            end_with_parent()
     except SystemExit as told:
         return told.code if place.rank == 0 else wait_for_rank_0()
     except ValueError as error:
@@ -408,7 +396,7 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
     stop = Stop()
     try:
         run = train(config, layout, plan, checkpoints, options.logs, say, stop)
-    except (CannotResume, RanksDiffer, TooLarge, checkpoint.CannotWrite) as error:
+    except (Refused, checkpoint.CannotWrite) as error:
         return refuse(place, error)
     except train_log.CannotLog as error:  # of this rank alone
         print(f"train: rank {place.rank}: {error}", file=sys.stderr, flush=True)

@@ -103,7 +103,6 @@ def own_seconds(steps: Sequence[dict]) -> list[float]:
     return [sum(seconds) for seconds in of_steps if None not in seconds]
 
 
-@checked
 def rank_now(rank: Index, lines: Sequence[dict], window: Size, now_s: Amount) -> RankNow:
     """Return the row of one rank."""
     steps = steps_of(lines)[-window:]
@@ -146,7 +145,6 @@ def state_of(line: dict) -> str:
         return "gone"
 
 
-@checked
 def verdict(ranks: Sequence[RankNow], own_s: Sequence[Sequence[Amount]], factor: Positive = 1.2) -> str:
     """Return in one sentence what to look at: an error, ranks that stopped, a run that stands still, a slow rank."""
     last = max(_done(one) for one in ranks)

@@ -7,14 +7,6 @@ loop.py          loss, accumulation, recomputation, steps
 moe_training.py  experts beside a dense model of equal FLOPs: load, drops, loss on text not seen
 """
 
-from course_lib.training.loop import (
-    TrainConfig,
-    accumulate_gradients,
-    loss_of,
-    make_optimizer,
-    peak_memory_bytes,
-    train_step,
-    wait_for,
-)
+from course_lib.training.loop import TrainConfig, accumulate_gradients, loss_of, make_optimizer, train_step, wait_for
 from course_lib.training.offload import offload_activations
 from course_lib.training.precision import LossScaler, MasterAdamW, Precision, precision_named

@@ -33,12 +33,11 @@ LEFT_OUT = {
 }
 
 
-@checked
 @lru_cache(maxsize=4)
 def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     """The first `max_bytes` of the standard library's Python files, sorted by path. Shorter if there is no more.
 
-    Raises   ValueError if max_bytes is below 1, RuntimeError if this Python came without its sources
+    Raises   RuntimeError if this Python came without its sources
     """
     parts, length = [], 0
     for path in _source_files(Path(sysconfig.get_paths()["stdlib"])):

@@ -3,7 +3,6 @@
 batch -> micro-batches -> loss -> backward -> clip -> AdamW
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +53,6 @@ class TrainConfig(TrainSettings):
             )
 
 
-@checked
 def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
@@ -131,23 +129,7 @@ def train_step(
     return loss
 
 
-@checked
 def wait_for(device: str | torch.device) -> None:
     """Returns when the device has done its work, so that a clock read next tells the truth."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@checked
-def peak_memory_bytes(device: str | torch.device = "cpu") -> int:
-    """On a GPU the allocator's peak since its last reset; on a CPU the most memory that this process ever held."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -77,13 +77,11 @@ class MoeRun:
         return ((late - room).clamp_min(0).sum() / late.sum()).item()
 
 
-@checked
 def warm_then_cosine(index: Index, steps: Size) -> float:
     """Factor on the learning rate of step `index`: up to 1 over 50 steps, and along a half cosine to 0.05 of it."""
     return min(1.0, (index + 1) / 50) * (0.05 + 0.475 * (1 + math.cos(math.pi * index / steps)))
 
 
-@checked
 def train_one(
     name: str,
     config: ModelConfig,
@@ -172,7 +170,6 @@ class LoadWatch:
         return torch.stack(self.load).cpu(), torch.stack(self.dropped).cpu()
 
 
-@checked
 @torch.no_grad()
 def held_out_loss(model: nn.Module, batches: Size, plan: TrainConfig) -> float:
     """Mean cross-entropy on the tenth of the text that training leaves out."""

@@ -62,7 +62,6 @@ def precision_named(name: str) -> Precision:
 ENGINE_RECIPES = ("fp32", "bf16-master", "bf16-master-fp32-grads")
 
 
-@checked
 def engine_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     """The dtypes of a recipe in an engine of parallel/: of parameters, and of gradients where it is another.
 
@@ -74,7 +73,6 @@ def engine_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     return precision.param_dtype, torch.float32 if precision.fp32_grads == "only" else None
 
 
-@checked
 def autocast_for(precision: Precision, device: torch.device) -> AbstractContextManager:
     """The context in which the forward pass runs: bf16 autocast, or nothing."""
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
@@ -143,7 +141,6 @@ class MasterAdamW(torch.optim.Optimizer):
             self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in tensors.items()}
 
 
-@checked
 def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Tensor, options: dict) -> None:
     """One AdamW update in place, of any piece of the numbers: each is treated by itself."""
     (beta1, beta2), count = options["betas"], options["step"]
@@ -176,13 +173,11 @@ def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = Fals
     return [parameter.register_post_accumulate_grad_hook(add_to_main) for parameter in trainable]
 
 
-@checked
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """The gradient that counts: the FP32 one where it exists."""
     return getattr(parameter, "main_grad", parameter.grad)
 
 
-@checked
 def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Puts the gradient where optimizers look: `.grad`, which must have the parameter's dtype, or else `.main_grad`."""
     if gradient is not None and gradient.dtype != parameter.dtype:
@@ -193,7 +188,6 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         del parameter.main_grad
 
 
-@checked
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Forgets the gradients: frees ordinary ones, zeroes FP32 buffers, which stay."""
     for parameter in parameters:
@@ -203,7 +197,6 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = None
 
 
-@checked
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Length of all gradients taken as one vector, added up in FP32 at least."""
@@ -224,7 +217,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Positive | Tenso
             gradient.mul_(factor)
 
 
-@checked(max_norm=Positive)
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Shortens all gradients together to the length max_norm where they are longer. Returns the length they had.
 

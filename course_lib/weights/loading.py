@@ -18,7 +18,6 @@ counted as resident too, but all processes share one copy, and the system drops 
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
+from course_lib.devices import peak_memory_bytes
 from course_lib.model import build
 from course_lib.weights.hf_weights import (
     config_from_transformers,
@@ -158,13 +158,4 @@ def host_bytes() -> HostBytes:
         with open("/proc/self/smaps_rollup") as file:
             pairs = [line.split() for line in file]
         detail = {words[0]: int(words[1]) * 1024 for words in pairs if words[-1] == "kB"}
-    info = psutil.Process().memory_info()
-    return HostBytes(info.rss, _peak_resident(info), detail.get("Anonymous:"))
-
-
-def _peak_resident(info) -> int:
-    if os.name != "posix":
-        return info.peak_wset
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return HostBytes(psutil.Process().memory_info().rss, peak_memory_bytes(), detail.get("Anonymous:"))

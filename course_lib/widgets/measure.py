@@ -5,13 +5,14 @@ Each takes a panel's values and returns what a panel's function does: forms and 
 
 from collections.abc import Sequence
 
-from course_lib.compare import sharded_profile
 from course_lib.compare.five_d_profile import measure_five_d
 from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import preset
+from course_lib.layout import Layout
 from course_lib.panels.record import Shown
 from course_lib.panels.runs import layout_run, zero_runs
 from course_lib.panels.svg import Bars
+from course_lib.plots.comparison import error_text
 from course_lib.units import show_bytes
 
 MOST_ROWS, MOST_TOKENS = 4, 256  # of a batch, of a sequence: a matter of seconds
@@ -29,13 +30,6 @@ def compared_bars(rows: Sequence) -> Bars:
     return Bars("Predicted beside measured: the largest of each kind", bars, notes=notes)
 
 
-def error_text(error_percent: float) -> str:
-    """Such as +1.2 %; an error too small to be seen is called exact only if it is zero."""
-    if error_percent == 0:
-        return "exact"
-    return f"{error_percent:+.2f} %" if abs(error_percent) >= 0.005 else "under 0.005 % off"
-
-
 def measure_memory(**values) -> Shown:
     """Train a scaled-down model of the same kind on this CPU.
 
@@ -45,10 +39,10 @@ def measure_memory(**values) -> Shown:
     sizes = min(values["micro_batch"], MOST_ROWS), min(values["seq_len"], MOST_TOKENS)
     how = (values[name] for name in ("recipe", "optimizer", "attention", "recompute"))
     found = profile_step(small, *sizes, *how)
-    peak, config = found.row("peak"), found.config
+    peak = found.row("peak")
     return [compared_bars(found.rows)], (
-        f"Measured in {found.seconds:.1f} s: {config.name} ({config.num_layers} layers of {config.d_model}, "
-        f"{found.batch_size} x {found.seq_len} tokens). Peak {show_bytes(peak.measured_bytes, 'MB')} measured, "
+        f"Measured in {found.seconds:.1f} s: {small.name} ({small.num_layers} layers of {small.d_model}, "
+        f"{sizes[0]} x {sizes[1]} tokens). Peak {show_bytes(peak.measured_bytes, 'MB')} measured, "
         f"{show_bytes(peak.predicted_bytes, 'MB')} predicted: {error_text(peak.error_percent)}."
     )
 
@@ -62,8 +56,8 @@ def measure_zero(**values) -> Shown:
     if values["offload"] != "none":
         raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
     ranks, few = min(values["dp"], MOST_RANKS), min(values["micro_batches"], MOST_MICRO_BATCHES)
-    how = {"recompute": values["recompute"], "micro_batches": few}
-    found = sharded_profile.measure_zero(values["zero_stage"], ranks, values["recipe"], **how)
+    how = {"zero_stage": values["zero_stage"], "recompute": values["recompute"], "micro_batches": few}
+    found = measure_five_d(preset("toy"), Layout(dp=ranks, micro_batch=2, **how), 128, values["recipe"])
     return [compared_bars(found.rows)], f"{found} A small stand-in for {values['model']} on {values['dp']:,} GPUs."
 
 

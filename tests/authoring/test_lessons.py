@@ -9,14 +9,13 @@ from course_lib.authoring import ROOT, read
 from course_lib.authoring.lessons import (
     FEWEST_BREAKS,
     FEWEST_PICTURES,
-    LESSONS,
     SECTIONS,
     code_lines,
     imported_names,
     lesson_problems,
     words_of,
 )
-from course_lib.authoring.links import second_reading
+from course_lib.authoring.links import chapters_of, second_reading
 
 PICTURE = new_output("display_data", data={"image/png": "aGk="})
 
@@ -92,8 +91,8 @@ def test_lines_without_code_and_words_without_letters_do_not_count():
     assert words_of(new_notebook(cells=[new_markdown_cell("| one | 2 |\n|---|---|")])) == 1
 
 
-@pytest.mark.parametrize("stem", LESSONS)
-def test_every_lesson_that_is_listed_exists_with_its_second_reading(stem):
-    in_depth = second_reading(f"{stem}.ipynb", ROOT)
-    assert in_depth != f"{stem}.ipynb" and (ROOT / "notebooks" / in_depth).exists()
-    assert lesson_problems(read(ROOT / "notebooks" / f"{stem}.ipynb")) == []
+@pytest.mark.parametrize("name", chapters_of(ROOT / "notebooks"))
+def test_every_lesson_is_short_and_has_a_second_reading(name):
+    in_depth = second_reading(name, ROOT)
+    assert in_depth != name and (ROOT / "notebooks" / in_depth).exists()
+    assert lesson_problems(read(ROOT / "notebooks" / name)) == []

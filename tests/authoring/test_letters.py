@@ -1,4 +1,4 @@
-"""One letter, one meaning (docs/SYMBOLS.md): N is query heads and never ranks, W is no bandwidth."""
+"""One word, one meaning (docs/SYMBOLS.md): N is query heads and never ranks, W no bandwidth, 배치 a batch."""
 
 import re
 import tokenize
@@ -30,6 +30,13 @@ def other_meanings(nb) -> list[str]:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_n_is_never_ranks_and_w_is_never_a_bandwidth(path):
     assert other_meanings(read(path)) == []
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_korean_word_for_batch_stands_for_a_batch_and_another_for_a_layout(path):
+    for line in "\n".join(cell.source for cell in read(path).cells).split("\n"):
+        assert "배치" not in line or re.search("batch|^\\| [$]B_|micro", line), line
+        assert not line.startswith("| layout") or "병렬화 구성" in line, line
 
 
 def words_of(path: Path) -> list[str]:

@@ -187,13 +187,12 @@ def save_some(folder, names):
         config, dtype, text = SOURCES[name]
         engine, optimizer = built(config, text, dtype)
         train(engine, optimizer, range(2))
-        rank = torch.tensor(torch.distributed.get_rank())
-        checkpoint.save(engine, optimizer, folder / name, 2, {"place": rank}, about={"model": name})
+        checkpoint.save(engine, optimizer, folder / name, 2, {"model": name})
         counts, options, biases = rest_of(engine, optimizer)
         everybodys = comm.all_gather_tensors(biases, engine.groups.pp)
         biases = {name: x for of_rank in everybodys for name, x in of_rank.items()}
         whole = whole_state(engine, optimizer)
-        if rank == 0:
+        if torch.distributed.get_rank() == 0:
             torch.save((whole, (counts, options, biases)), folder / f"{name}.pt")
     torch.distributed.barrier()
 
@@ -206,7 +205,6 @@ def load_some(folder, pairs):
             train(engine, optimizer, range(1))  # what was there before leaves no trace
         restored = checkpoint.load(engine, optimizer, folder / name)
         assert (restored.step, restored.about, restored.same_mesh) == (2, {"model": name}, text == saved_as)
-        assert restored.extra["place"] == 0
         whole, (counts, options, biases) = torch.load(folder / f"{name}.pt", weights_only=True)
         assert_holds(engine, optimizer, whole)
         found = rest_of(engine, optimizer)
@@ -267,15 +265,14 @@ def go_on(folder, config, text, dtype=F32):
     folder = folder / f"{config.name} {text}"
     engine, optimizer = built(config, text, dtype)
     train(engine, optimizer, range(2))
-    mine = torch.arange(3) + torch.distributed.get_rank()
-    checkpoint.save(engine, optimizer, folder, 2, {"mine": mine})
+    checkpoint.save(engine, optimizer, folder, 2)
     rng = torch.get_rng_state()
     wanted = train(engine, optimizer, range(2, 4))
 
     other, its_optimizer = built(config, text, dtype, seed=3)
     torch.manual_seed(99)
     restored = checkpoint.load(other, its_optimizer, folder)
-    assert restored.same_mesh and torch.equal(restored.extra["mine"], mine)
+    assert restored.same_mesh
     assert torch.equal(torch.get_rng_state(), rng)
     assert train(other, its_optimizer, range(2, 4)) == wanted
     for (param, _, _), (again, _, _) in zip(held_by(engine), held_by(other), strict=True):
@@ -364,8 +361,8 @@ def failing(folder):
     assert sorted(path.name for path in folder.iterdir()) == [name_of(4), name_of(5)]
     with pytest.raises(ValueError, match="has step-00000005 already, and step-00000005 is not after it"):
         checkpoint.save(engine, optimizer, folder, 5)
-    with pytest.raises(ValueError, match="extra 'x' is int"):
-        checkpoint.save(engine, optimizer, folder, 6, {"x": 1} if engine.groups.world.rank() else None)
+    with pytest.raises(ValueError, match="about cannot be said"):
+        checkpoint.save(engine, optimizer, folder, 6, {"x": torch} if engine.groups.world.rank() else None)
     rank = engine.groups.world.rank()
     fails = patch.object(checkpoint, "rng_states", full if rank == 1 else checkpoint.rng_states)
     with fails, pytest.raises((OSError, RuntimeError), match="No space left"):
@@ -383,9 +380,7 @@ def on_one_rank(folder):
     for wrong, said in [
         ({"step": -1}, "step is -1"),
         ({"step": 7, "keep": 0}, "keep is 0"),
-        ({"step": 7, "extra": {"x": 3}}, "extra 'x' is int"),
         ({"step": 7, "about": {"x": torch}}, "about cannot be said in JSON"),
-        ({"step": 7, "extra": {"x": torch.zeros(1, dtype=torch.complex64)}}, "extra 'x' is torch.complex64"),
     ]:
         with pytest.raises(ValueError, match=said):
             checkpoint.save(engine, optimizer, folder / "none", **wrong)
@@ -640,63 +635,13 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
     forge(copy, lambda manifest: manifest.pop("format"))
     with pytest.raises(ValueError, match="has format None"):
         read_alone(copy)
-    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}, "step": 1, "tensors": []}
-    manifest |= {name: {} for name in ("layout", "model", "optimizer", "about")}
+    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}, "step": 1, "tensors": {}}
     (copy / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint_files.digest(manifest)}))
-    with pytest.raises(ValueError, match="does not say what it should of tensors"):
-        read_alone(copy)
-    manifest["tensors"] = {}
-    manifest["sha256"] = checkpoint_files.digest(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="names files that are not in its folder"):
         read_alone(copy)
     (copy / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is damaged"):
         read_alone(copy)
-
-
-NOTHING_MEANT = ({}, [], 3, -1, "x", None, [3], {"a": 3}, ["x"], [[]])
-OF_TENSOR = [("dtype",), ("shape",), ("boxes",), ("boxes", 0), *[("boxes", 0, part) for part in range(5)]]
-PLACES = [
-    *[(name,) for name in ("step", "layout", "model", "optimizer", "about", "tensors")],
-    *[("optimizer", name) for name in ("options", "steps")],
-    *[("optimizer", "options", 0), ("optimizer", "options", 0, "betas"), ("optimizer", "options", 0, "lr")],
-    *[("optimizer", "options", 0, "params"), ("optimizer", "steps", "embed.weight")],
-    *[("layout", name) for name in ("dp", "order", "schedule", "no such name")],
-    *[("model", name) for name in ("num_layers", "name")],
-    *[("tensors", name) for name in ("model.embed.weight", "exp_avg.embed.weight", "rank.0.rng.cpu", "no such name")],
-    *[("tensors", "model.embed.weight", *place) for place in OF_TENSOR],
-    *[("tensors", "rank.0.rng.cpu", *place) for place in OF_TENSOR],
-]  # fmt: skip
-
-
-def load_nonsense(path):
-    """(place, what was put there, how the load ended) where that was neither a load nor a refusal."""
-    engine, optimizer = built(DENSE, "dp=1")
-    whole, found = (path / "manifest.json").read_text(), []
-    checkpoint.load(engine, optimizer, path)
-    for place in PLACES:
-        for value in NOTHING_MEANT:
-            (path / "manifest.json").write_text(whole)
-
-            def put_there(manifest, place=place, value=value):
-                for name in place[:-1]:
-                    manifest = manifest[name]
-                manifest[place[-1]] = value
-
-            forge(path, put_there)
-            try:
-                checkpoint.load(engine, optimizer, path)
-            except ValueError as error:
-                if "\n" in str(error):
-                    found.append((place, value, str(error)))
-            except Exception as error:
-                found.append((place, value, repr(error)))
-    return found
-
-
-def test_a_manifest_with_the_right_checksum_and_nonsense_in_it_is_refused(copy):
-    assert launch(load_nonsense, 1, copy, timeout=300)[0] == []
 
 
 # --- killed

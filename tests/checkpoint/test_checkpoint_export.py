@@ -1,6 +1,5 @@
 """Checkpoints as files of transformers, which computes the same logits from them; engines filled from such files."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -86,7 +85,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exports")
     parameters = launch(save_all, 2, folder)[0]
     for name in MODELS:
-        export_safetensors(folder / name, folder / f"{name}.hf", max_file_bytes=2**30 if name == "llama" else 20_000)
+        export_safetensors(folder / name, folder / f"{name}.hf")
     return folder, parameters
 
 
@@ -95,7 +94,6 @@ def test_transformers_computes_the_same_logits(saved, name):
     from transformers import AutoModelForCausalLM
 
     (folder, parameters), config = saved, MODELS[name][0]
-    assert (folder / f"{name}.hf" / "model.safetensors").is_file() == (name == "llama")
     theirs = AutoModelForCausalLM.from_pretrained(folder / f"{name}.hf").eval()
     tokens_BS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(0))
     assert config_from_transformers(theirs.config) == replace(
@@ -119,11 +117,6 @@ def test_in_another_dtype_and_refusals(saved, tmp_path):
     export_safetensors(folder / "gpt" / "step-00000003", tmp_path / "bf16", torch.bfloat16)
     found = load_file(tmp_path / "bf16" / "model.safetensors")
     assert torch.equal(found["transformer.wte.weight"], parameters["gpt"]["embed.weight"].bfloat16())
-    files = sorted((folder / "deepseek.hf").glob("*.safetensors"))
-    index = json.loads((folder / "deepseek.hf" / "model.safetensors.index.json").read_text())
-    assert len(files) > 1 and index["metadata"]["total_size"] == sum(
-        x.nbytes for file in files for x in load_file(file).values()
-    )
     parameters, masters = launch(save_in_bf16, 1, tmp_path / "saved")[0]
     for dtype, wanted in ((None, parameters), (torch.float32, masters)):
         out = export_safetensors(tmp_path / "saved", tmp_path / str(dtype), dtype)

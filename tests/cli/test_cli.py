@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client import KernelManager
+from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from packaging.requirements import Requirement
 
@@ -162,10 +163,19 @@ def test_a_chapter_whose_package_is_missing_does_not_run(machine):
     assert doctor.verdict(chapter, replace(machine, memory_bytes=8 << 30))[0]
 
 
+@pytest.fixture(autouse=True)
+def _no_signatures_at_home(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path_factory.getbasetemp() / "jupyter"))
+
+
 def test_new_writes_every_notebook_and_keeps_what_the_learner_changed(tmp_path, capsys):
     folder = tmp_path / "mine"
     command = ["new", str(folder), "--with-solutions"]
     assert cli.main(command) == 0
+    lesson = authoring.read(folder / "notebooks" / "05_tensor_parallel.ipynb")
+    assert NotebookNotary().check_signature(lesson)  # so JupyterLab shows its SVG before a cell has run
+    lesson.cells[0].source += "."
+    assert not NotebookNotary().check_signature(lesson)
     there = authoring.notebook_paths("notebooks", "solutions", "exercises")
     assert f"{len(there)} notebooks are in {folder}; start with" in capsys.readouterr().out
     for path in there:

@@ -129,11 +129,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         PREDICT
         | {"--calibration": "calibration", "--error-bars": "flag", "--breakdown": "flag", "--sensitivity": "flag"},
     ),
-    "calibrate": (
-        "runs.csv --models models.json --out out.json",
-        "course_lib.cli.predict.predict_rows",
-        PREDICT,
-    ),
+    "calibrate": ("runs.csv --models models.json --out out.json", "course_lib.cli.predict.predict_rows", PREDICT),
     "plan": (
         "models.json --gpus 8 --seq 512 --batch 8192",
         "course_lib.cli.plan.search",
@@ -187,7 +183,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         {
             **{"--model": "word", "--layout": "layout", "--batch": "size", "--every": "size", "--keep": "size"},
             **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--resume": "word"},
-            **{"--in-background": "flag", "--log-to": "word", "--peak-tflops": "positive", "--trace": "size"},
+            **{"--in-background": "flag", "--peak-tflops": "positive", "--trace": "size"},
             **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
             **{"--warmup": "count", "--compare-every": "count", "--spike-factor": "amount", "--spike-window": "size"},

@@ -4,23 +4,15 @@ import os
 import pickle
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from course_lib import checkpoint, comm
+from course_lib import comm
 from course_lib.authoring import ROOT
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import Layout
-from course_lib.model import build as build_whole
-from course_lib.native import pipeline as native_pipeline
-from course_lib.parallel import engine as engines
-from course_lib.parallel import five_d
-from course_lib.parallel.engine import full_parameters
 
 PICKLED = re.compile(r"\b((?:all_)?gather_object|(?:broadcast|scatter|send|recv)_object_list|dcp\.(?:async_)?save)\(")
 TOY = ModelConfig("toy", num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_ff=32, vocab_size=64, max_seq_len=16)
@@ -90,42 +82,6 @@ def test_a_process_that_took_a_ranks_place_runs_nothing(tmp_path, attack, said):
     refusal, attacker = launch(attacked, 2, tmp_path, attack, timeout=30)
     assert attacker == "attacked" and said in refusal
     assert not (tmp_path / "ran").exists()
-
-
-def without_pickles(folder: Path) -> str:
-    """Engines, what they show, and checkpoints, where whatever torch would unpickle from a rank is an error."""
-
-    def refuse(*arguments, **options):
-        raise AssertionError("a pickle of another rank was about to be read")
-
-    with mock.patch.object(distributed_c10d, "_tensor_to_object", refuse):
-        with pytest.raises(AssertionError, match="about to be read"):
-            dist.all_gather_object([None, None], 1)  # so the trap works
-        dist.barrier()
-        engine = five_d.build(TOY, Layout.parse("tp=2"), 0)
-        optimizer = engines.make_optimizer(engine)
-        torch.manual_seed(0)
-        micro_batches = [(torch.randint(64, (1, 8)), torch.randint(64, (1, 8)))]
-        engines.step(engine, micro_batches, optimizer)
-        full_parameters(engine)
-        checkpoint.save(engine, optimizer, folder, 1)
-        checkpoint.state.save_async(engine, optimizer, folder, 2).wait()
-        checkpoint.load(engine, optimizer, folder)
-        length = 8 - dist.get_rank()
-        short = [(x_BS[:, :length], y_BS[:, :length]) for x_BS, y_BS in micro_batches]
-        with pytest.raises(ValueError, match=r"rank 1 brings micro-batches of \[7\] tokens a sequence"):
-            engines.step(engine, short, optimizer)
-        pipelines = [five_d.build(TOY, Layout.parse("pp=2"), 0).pipeline]
-        torch.manual_seed(0)
-        pipelines += [native_pipeline.build(build_whole(TOY), dist.group.WORLD)]
-        engines.step(pipelines[1], micro_batches * 2, engines.make_optimizer(pipelines[1]))
-        for pipeline in pipelines:
-            full_parameters(pipeline)
-    return "done"
-
-
-def test_no_engine_and_no_checkpoint_reads_a_pickle_of_another_rank(tmp_path):
-    assert launch(without_pickles, 2, tmp_path, timeout=60) == ["done", "done"]
 
 
 def test_no_collective_of_pickles_is_left_in_package_notebooks_and_templates():

@@ -29,6 +29,28 @@ def test_in_every_recipe_states_and_bytes_sent_are_the_formulas_to_the_byte(mode
         assert result.row(kind).measured_bytes > 0
 
 
+ZERO = "dp=2,zero_stage={},micro_batches={}"
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        *((ZERO.format(stage, 1), "fp32") for stage in (0, 1)),
+        *((ZERO.format(*sizes), "bf16-master") for sizes in ((2, 1), (3, 1), (1, 4), (2, 4))),
+        ("tp=2", "fp32"),
+        ("tp=2,sequence_parallel=true", "fp32"),
+        ("tp=2,sequence_parallel=true,regather=true", "fp32"),
+    ],
+)
+def test_what_a_rank_holds_for_backward_is_the_formula_within_2_percent(layout, recipe):
+    result = measure_five_d(preset("toy"), Layout.parse(layout), 64, recipe)
+    assert result.unequal == [] and abs(result.row("activations").error_percent) < 2
+    if "tp" in layout:
+        assert result.row("gathered").error_percent == 0
+        assert abs(result.row("temporary").error_percent) < 50, "a rule of thumb, but of the right size"
+
+
 @pytest.mark.launches
 def test_a_model_with_fewer_words_than_the_text_has_is_measured_too():
     assert measure_five_d(replace(preset("toy"), vocab_size=16), Layout(), 64).unequal == []
@@ -47,8 +69,8 @@ def test_a_wrong_formula_is_seen(monkeypatch):
 
 def test_what_is_too_large_is_refused_before_a_rank_starts(monkeypatch):
     monkeypatch.setattr(five_d_profile, "launch", lambda *a, **k: pytest.fail("ranks were started"))
-    with pytest.raises(ValueError, match="at most 8 ranks and a toy"):
-        measure_five_d(preset("toy"), Layout(dp=16))
+    with pytest.raises(ValueError, match="at most 16 ranks and a toy"):
+        measure_five_d(preset("toy"), Layout(dp=32))
     with pytest.raises(ValueError, match="choose toy or toy-moe"):
         measure_five_d(preset("llama-3.1-8b"), Layout())
     with pytest.raises(ValueError, match="nearest: tp=2"):

@@ -35,7 +35,6 @@ def test_a_scaled_down_model_is_measured_in_seconds_and_agrees(name):
     assert abs(comparison.row("activations").error_percent) < 2
     assert abs(comparison.row("peak").error_percent) < 5
     assert comparison.seconds < 20 * slowness()  # about half a second where nothing else runs
-    assert str(comparison).splitlines()[0].split() == ["kind", "predicted", "MB", "measured", "MB", "error", "%"]
 
 
 def test_the_peak_of_fp32_gradient_sums_is_predicted_too():

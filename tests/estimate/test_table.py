@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,31 @@ def test_files_that_lack_something_are_told_in_one_line(tmp_path, capsys):
     assert "has no column gpus, mbs" in capsys.readouterr().err
     assert main(["predict", str(tmp_path / "none.csv"), "--models", str(models), "--out", "x"]) == 2
     assert "there is no file" in capsys.readouterr().err
+
+
+def test_an_engine_that_leaves_stages_empty_has_more_stages_than_layers_and_no_other(tmp_path):
+    """28 layers on pp 32, as nanotron ran them: its last stages have none."""
+    three = ModelConfig("3B", 28, 3072, 32, 32, 8192, 131072, 4096, tied=True)
+    row = {name: str(value) for name, value in a_row(model="3B", gpus=64, nodes=8, dp=2, pp=32, tp=1).items()}
+    run = run_of(row, {"3B": three}, 4096)
+    assert run.layout.layers_of_stage == (*[1] * 28, *[0] * 4)
+    assert estimate(run, CLUSTER, "nanotron").tokens_per_s_per_gpu > 0
+    with pytest.raises(ValueError, match="4 stages without a layer, of which megatron can have 0; .* .5 in nanotron"):
+        estimate(run, CLUSTER, "megatron")
+    for engine, layers in (("megatron", 28), ("nanotron", 26)):  # 26 layers and 5 other blocks are not 32
+        with pytest.raises(ValueError, match=f"32 stages, but 3B has {layers} layers, .* nearest: pp="):
+            run_of(row, {"3B": replace(three, num_layers=layers)}, 4096, engine)
+
+
+def test_a_zero_stage_that_an_engine_has_not_is_refused_and_not_counted_as_another(tmp_path):
+    found = {}
+    for name, row in (("nanotron", a_row(zero=3)), ("megatron", a_row(zero=2, tp=2, pp=2))):
+        run = run_of({key: str(value) for key, value in row.items()}, {"8B": EIGHT}, 4096, name)
+        with pytest.raises(ValueError) as error:
+            estimate(run, CLUSTER, name)
+        found[name] = str(error.value)
+    assert found["nanotron"] == "nanotron has no ZeRO-3; choose from 0, 1, or another engine"
+    assert found["megatron"] == "megatron has no ZeRO-2 in a pipeline; choose from 0, 1, or another engine"
 
 
 # ---- the table

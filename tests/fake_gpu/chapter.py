@@ -39,15 +39,8 @@ from course_lib.training import TrainConfig
 LAUNCHERS = (  # by name, in notebooks
     "launch",
     "train_side_by_side",
-    "measure_tensor",
-    "output_differences",
-    "compare_with_full_attention",
-    "compare_step_with_one_process",
-    "sent_blocks",
-    "kept_per_position",
-    "errors_by_kind",
-    "losses_under",
-    "sent_by_axis",
+    "measure_five_d",
+    "on_ranks",
 )
 REAL_LAUNCH = launcher.launch
 STEPS = 2  # of a training that has more

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from course_lib.authoring import ROOT
-from course_lib.compare.gpu_timings import CHAPTERS
+from course_lib.labs.table import LABS
 from course_lib.layout import Layout
 from course_lib.train import log as train_log
 from course_lib.train.step_clock import PARTS
@@ -107,17 +107,11 @@ bench.WARM_UP_ROUNDS = 0"""
 
 @pytest.mark.exhaustive
 def test_cells_for_gpus_keep_to_the_device_of_their_ranks(tmp_path):
-    head = """from course_lib.compare import gpu_timings
-from course_lib.config import preset
+    head = """from course_lib.config import preset
+from course_lib.labs import measure, table
 from course_lib.launch import launch
-gpu_timings.DENSE, gpu_timings.SEQ_LEN, gpu_timings.PAYLOAD_BYTES = preset('toy'), 64, 1 << 12
-gpu_timings.ROUNDS, gpu_timings.WARM_UP = 1, 0
-gpu_timings.profiled = lambda action: []  # the profiler needs a GPU"""
-    cells = [
-        f"launch(gpu_timings.time_on_rank, {min(timed.most, 4)}, gpu_timings.CHAPTERS['{chapter}'], "
-        f"{timed.layout and timed.layout.format(n=4, half=2)!r})"
-        for chapter, timed in CHAPTERS.items()
-    ]
+table.DENSE, table.EXPERTS, table.SEQ_LEN, measure.SUMMED_BYTES = preset('toy'), preset('toy-moe'), 64, 1 << 12"""
+    cells = [f"launch(measure.run_lab, {min(lab.ranks)}, '{chapter}', 1)" for chapter, lab in LABS.items()]
     found = launches(notebook_of(tmp_path, [head, *cells]))
     assert len(found) == len(cells)
     assert [record for record in found if "error" in record] == []

@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.cli import commands
 from course_lib.labs import LABS, Machine, form, lab_named, sheet
-from course_lib.labs.measure import SUMS, run_lab
+from course_lib.labs.measure import SUMS, on_gpus, run_lab
 from course_lib.labs.sheet import PORT, compare, launch_lines, modelled, modelled_sent, modelled_sums, published_shares
 from course_lib.launch import launch
 from course_lib.timing.collectives import collective_s
@@ -20,6 +20,13 @@ from course_lib.timing.collectives import collective_s
 ROOT = Path(__file__).parents[2]
 FLAGS = {"torchrun": "--node-rank", "accelerate": "--machine_rank"}
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+
+
+def test_without_gpus_a_chapter_says_within_the_columns_which_lab_it_would_measure(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for chapter, lab in LABS.items():
+        said = on_gpus(chapter)
+        assert said.startswith(f"Here no GPUs; with {min(lab.ranks)} or more") and max(map(len, said.split("\n"))) <= 88
 
 
 @pytest.mark.exhaustive
@@ -56,6 +63,14 @@ def test_the_sheets_in_docs_are_those_of_the_table(chapter):
     path = ROOT / "docs" / "labs" / f"{chapter}.md"
     assert path.read_text(encoding="utf-8") == sheet(LABS[chapter]), "run: course lab all --folder docs/labs"
     assert all(question in path.read_text() for question in LABS[chapter].questions)
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_lab_12_shows_that_tp_must_not_cross_the_network(per_node):
+    lab, cluster = LABS["12"], Machine(2, per_node).cluster()
+    inside, across = (modelled(lab, layout, cluster) for layout in lab.layouts_on(2 * per_node))
+    assert across.step_s > 1.2 * inside.step_s
+    assert across.seconds_by_part["tp"] > 5 * inside.seconds_by_part["tp"] and across.memory_bytes < 40e9
 
 
 def test_every_launch_line_starts_as_many_ranks_of_the_lab():

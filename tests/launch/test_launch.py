@@ -13,8 +13,8 @@ from harness import hang_text
 
 from course_lib import devices
 from course_lib.devices import choose_backend
-from course_lib.launch import RankError, _bar, _failures, _processes, _rank, _watch, launch, progress, report
-from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
+from course_lib.launch import RankError, _bar, _failures, _rank, _watch, launch, progress, report
+from course_lib.launch.launcher import MAX_RANKS
 from course_lib.launch.limits import slowness
 
 
@@ -115,18 +115,17 @@ def test_an_endless_print_loop_does_not_fill_the_disk(monkeypatch, tmp_path, cap
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"world_size": 0}, "world_size must be a whole number of at least 1, got 0"),
-        ({"world_size": -2}, "got -2"),
-        ({"world_size": 2.0}, "got 2.0"),
-        ({"world_size": True}, "got True"),
+        ({"world_size": 0}, "world_size is 0; give a whole number of at least 1"),
+        ({"world_size": -2}, "world_size is -2"),
+        ({"world_size": 2.0}, "world_size is 2.0"),
+        ({"world_size": True}, "world_size is True"),
         ({"world_size": MAX_RANKS + 1}, rf"world_size \({MAX_RANKS + 1}\) must be at most .* use fewer ranks"),
         ({"fn": 3}, "fn must be a function, got 3"),
-        ({"timeout": 0}, "timeout must be seconds, more than 0 and at most 1,000,000, got 0"),
-        ({"timeout": float("nan")}, "got nan"),
-        ({"timeout": "5"}, "got '5'"),
-        ({"threads": 0}, "threads must be a whole number of at least 1, got 0"),
+        ({"timeout": 0}, "timeout is 0; give a finite number above 0 and at most 1e\\+06"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"timeout": "5"}, "timeout is '5'"),
+        ({"threads": 0}, "threads is 0; give a whole number of at least 1"),
         ({"backend": "mpi"}, "backend must be one of 'auto', 'gloo', 'nccl', 'shared-gpu', got 'mpi'"),
-        ({"via": "torchrun"}, "via must be 'processes' or 'accelerate', got 'torchrun'"),
         ({"backend": "nccl", "world_size": 60}, "backend='nccl' needs a GPU for every rank, got .* for 60 ranks; use"),
         ({"fn": functools.partial(print, threading.Lock())}, "cannot be sent to the ranks .* create locks"),
         ({"fn": functools.partial(print, (x for x in "ab"))}, "cannot be sent to the ranks .* generator"),
@@ -134,7 +133,7 @@ def test_an_endless_print_loop_does_not_fill_the_disk(monkeypatch, tmp_path, cap
 )
 def test_an_argument_that_cannot_work_is_refused_with_what_to_do(change, text):
     arguments = {"fn": print, "world_size": 2, **change}
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         launch(**arguments)
 
 
@@ -151,32 +150,8 @@ def test_ranks_share_gpus_only_where_that_is_asked_for_by_name():
         choose_backend("shared-gpu", 4, 0)
 
 
-def test_the_limit_of_ranks_follows_free_memory():
-    assert most_ranks(10**12) == MAX_RANKS and most_ranks(0) == 1 and most_ranks(5 * RANK_BYTES) == 5
-
-
-def test_each_system_has_its_loopback_and_its_way_to_start():
+def test_each_system_has_its_loopback():
     assert [_rank.loopback_interface(name) for name in ("linux", "darwin")] == ["lo", "lo0"]
-    methods = [_processes.start_method(name) for name in ("linux", "darwin", "win32")]
-    assert methods == ["forkserver", "forkserver", "spawn"]
-
-
-def work_or_fail(how):
-    if how == "fail":
-        raise ValueError("spawned")
-    print("spawned rank", dist.get_rank())
-    return rank_and_sum()
-
-
-@pytest.mark.long
-def test_the_spawn_path_of_windows_gives_the_same_results_and_errors(monkeypatch):
-    monkeypatch.setattr(_processes, "start_method", lambda platform: "spawn")
-    results = launch(work_or_fail, 2, "work")  # two fresh interpreters, each of which imports torch
-    assert results == [(0, 2.0), (1, 2.0)] and results.lines[1] == ["spawned rank 1"]
-    with pytest.raises(RankError, match="(?s)rank 0 of 1 failed:.*ValueError: spawned"):
-        launch(work_or_fail, 1, "fail")
-    with pytest.raises(ValueError, match="needs a system that can fork"):
-        launch(work_or_fail, 2, "work", via="accelerate")
 
 
 SCRIPT = """
@@ -223,7 +198,7 @@ def test_progress_outside_a_launch_is_an_ordinary_bar(capsys):
 
 def test_report_takes_a_name_and_a_number_and_is_heard_by_nobody_outside_a_launch():
     assert report("loss", 1.5) is None
-    for name, value, refused in ((3, 1.0, "name must be a text"), ("loss", "low", "value must be one number")):
+    for name, value, refused in ((3, 1.0, "name is 3; give a str"), ("loss", "low", "value must be one number")):
         with pytest.raises(TypeError, match=refused):
             report(name, value)
     with pytest.raises(TypeError, match=r"take .item\(\)"):
@@ -312,6 +287,24 @@ def test_small_tensors_of_different_shapes_hang_and_each_rank_says_its_own():
     text = " ".join(said.split())
     assert "with the same shapes and dtypes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
     assert max(map(len, said.splitlines())) <= 100
+
+
+def sum_against(other: str) -> None:
+    x_2 = torch.ones(2)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x_2)
+    elif other == "reduce":
+        dist.reduce(x_2, 0)
+    elif other == "all_gather":
+        dist.all_gather([torch.empty(2), torch.empty(2)], x_2)
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("other", ["reduce", "all_gather", "barrier"])  # lesson 00 shows it with broadcast
+def test_equal_shapes_hang_where_operations_differ(other):
+    told = r"inside all_reduce of float32\[2\]", rf"rank 1 stood at .*dist\.{other}\("
+    hang_text(functools.partial(sum_against, other), 2, *told)
 
 
 def test_tensors_are_told_by_dtype_and_shape_and_equal_ones_of_a_list_once():

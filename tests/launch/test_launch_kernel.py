@@ -202,10 +202,7 @@ finally:
         ("sys.exit('enough')", "called sys.exit.*SystemExit: enough"),
         ("os._exit(3)", "rank 1 of 2 ended with exit code 3 before its function returned"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by SIGKILL.*out-of-memory"),
-        (
-            "import ctypes; ctypes.string_at(0)",
-            r"rank 1 of 2 was killed by SIGSEGV.*Cell, line 3, in work.*string_at",
-        ),
+        ("import ctypes; ctypes.string_at(0)", r"rank 1 of 2 was killed by SIGSEGV.*Cell, line 3, in work.*string_at"),
         ("raise MemoryError", "rank 1 of 2 failed:.*MemoryError"),
         ("return threading.Lock()", "rank 1 of 2 returned something that cannot be sent back.*cannot pickle"),
         ("raise ValueError('x' * 10**6)", r"ValueError: x+ \.\.\. \(1,000,012 characters in all\)"),
@@ -319,7 +316,7 @@ def message_of(*args, **kwargs):
 lock = threading.Lock()
 text = message_of(lambda: lock, 2)
 assert "<lambda> cannot be sent to the ranks" in text and "create locks" in text and "inside the function" in text
-assert "got 0" in message_of(len, 0)
+assert "world_size is 0" in message_of(len, 0)
 """
     )
 
@@ -346,42 +343,6 @@ def test_an_edited_file_is_seen_by_the_next_launch(kernel, tmp_path):
     module.write_text("def value():\n    return 'edited'\n")
     assert kernel.show("print(list(launch(my_helper.value, 2)))").out == "['edited', 'edited']\n"
     kernel.show(f"sys.path.remove({str(tmp_path)!r})")
-
-
-def test_accelerate_runs_the_same_function_with_results_errors_and_a_limit(kernel):
-    cell = kernel.show(
-        """
-def with_accelerate(n):
-    from accelerate import Accelerator
-    accelerator = Accelerator(cpu=True)
-    print("hello from", accelerator.process_index)
-    for _ in progress(range(3), "bar"):
-        report("rank", accelerator.process_index)
-    return accelerator.reduce(torch.tensor(float(accelerator.process_index + n))).item()
-heard = []
-results = launch(with_accelerate, 2, 1, via="accelerate", on_report=lambda name, value: heard.append(value))
-print(list(results), results.lines[1], len(results.peak_bytes))
-print(sorted(heard))
-"""
-    )
-    lines = ["[rank 0] hello from 0", "[rank 1] hello from 1", "[3.0, 3.0] ['hello from 1'] 2"]
-    assert cell.out.splitlines() == [*lines, "[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]"]
-    assert "bar" not in cell.err
-    work = "def work():\n    if dist.get_rank() == 1:\n        {}\n    dist.barrier()\n"
-    work += "launch(work, 2, timeout=LIMIT, via='accelerate')"
-    patient = work.replace("LIMIT", "100")
-    cell = kernel.fail(patient.format("raise ValueError('mine')"))
-    assert cell.error.startswith("RankError: rank 1 of 2 failed:") and "ValueError: mine" in cell.error
-    cell = kernel.fail(patient.format("os.kill(os.getpid(), signal.SIGKILL)"))
-    assert cell.error.startswith("RankError: rank 1 of 2 was killed by SIGKILL")
-    for limit in (2, 20):  # on a busy machine ranks come late to where they stand
-        cell = kernel.fail(work.replace("LIMIT", str(limit)).format("time.sleep(100)"))
-        if len(re.findall(r"rank \d stood at Cell", cell.error)) == 2:
-            break
-    assert cell.seconds < limit + 2 * slowness() and "time limit" in cell.error
-    assert re.search(r"rank 0 stood at Cell, line 4, in work: dist.barrier\(\)", cell.error), cell.error
-    assert re.search(r"rank 1 stood at Cell, line 3, in work: time.sleep\(100\)", cell.error), cell.error
-    assert len(kernel.helpers()) == 1
 
 
 SLEEPING = "launch(lambda: (print('up'), subprocess.Popen(['sleep', '987']), time.sleep(100)), 2, live=True)"

@@ -150,38 +150,3 @@ def never_meet_in_a_barrier() -> None:
 
 def test_ranks_that_have_met_and_hang_are_told_about_their_collectives():
     assert "had not met" not in hang_text(never_meet_in_a_barrier, 2, "Do all ranks call the same collectives")
-
-
-JOINS = """
-import os, sys, threading, time
-import torch.distributed as dist
-from course_lib.launch._network import join_own_network
-folder, rank, threads = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-if threads == str(rank):
-    threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
-reason = join_own_network(dist.FileStore(folder + "/store", 2), rank, 2)
-print(reason, os.readlink("/proc/self/ns/net"), sep="\\n", flush=True)
-os._exit(0)
-"""
-
-
-@own_network
-@pytest.mark.parametrize("with_threads", ["none", "0", "1"])
-def test_processes_join_one_network_of_their_own_or_none_of_them_does(tmp_path, with_threads):
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-c", JOINS, str(tmp_path), rank, with_threads] for rank in ("0", "1")]
-    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
-    told = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
-    here = os.readlink("/proc/self/ns/net")
-    assert told[0] == told[1], told
-    reason, network = told[0]
-    if with_threads == "none":
-        assert (reason, network != here) == ("None", True)
-    else:
-        assert "a process with threads cannot leave it" in reason and network == here
-
-
-@own_network
-def test_a_process_that_has_another_network_than_was_told_is_not_joined():
-    with pytest.raises(OSError, match="another process has the number"):
-        _network._join(f"{os.getpid()} 1")

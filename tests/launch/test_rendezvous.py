@@ -171,21 +171,6 @@ def test_rank_0_listens_on_one_address_and_on_all_only_where_its_name_is_loopbac
         open_store(dataclasses.replace(alone, port=store.port), limit)
 
 
-def test_ranks_of_one_machine_meet_in_a_file_that_only_their_owner_can_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
-    place, store = Place("torchrun", 0, 1, 0, 1, "127.0.0.1", 1), dist.HashStore()
-    kept = rendezvous.file_of_this_machine(place, store, timedelta(seconds=9))
-    kept.set("x", "1")
-    folder = rendezvous.private_folder()
-    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 1
-    store.set("file", "../../elsewhere")  # by somebody who reached torchrun's port
-    with pytest.raises(ValueError, match=r"rank 0 was to name a file, got '../../elsewhere'"):
-        rendezvous.file_of_this_machine(Place("torchrun", 1, 2, 1, 2, "127.0.0.1", 1), store, timedelta(seconds=9))
-    folder.chmod(0o777)
-    with pytest.raises(ValueError, match="others can write in it; remove it"):
-        rendezvous.private_folder()
-
-
 def joined_through_an_agents_store(port: int, attempt: int) -> float:
     """In a rank: leave the world of launch, and join as a process that torchrun has started for the nth time would."""
     rank = dist.get_rank()

@@ -326,7 +326,7 @@ def test_layouts_of_published_runs_are_possible():
             lambda: Layout(pp=4, schedule="interleaved", v=2, micro_batches=6),
             "nearest: micro_batches=4 or micro_batches=8",
         ),
-        (lambda: Layout(pp=2, layers_of_stage=(0, 4)), "one number, 1 or more, for each stage; nearest: .*=2-2"),
+        (lambda: Layout(pp=2, layers_of_stage=(-1, 5)), "one number, 0 or more, for each stage; nearest: .*=2-2"),
         (
             lambda: Layout(pp=2, schedule="zbv", zero_stage=1).check_model(TIED),
             "two stages of one rank.*; nearest: zero_stage=0 or",

@@ -1,7 +1,6 @@
 """The tracker sees every byte, says what it is, and leaves nothing behind."""
 
 import gc
-import time
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.compare.one_gpu import peak_of_trace
 from course_lib.config import ModelConfig
 from course_lib.measure import MemoryTracker
 from course_lib.measure.storages import local_tensors, returns_fresh_storage
 from course_lib.measure.tracker import KINDS
-from course_lib.minimal.peaks import peak_of_trace
 from course_lib.model import Llama, build
 from course_lib.training import loss_of, make_optimizer, train_step
 
@@ -376,40 +375,6 @@ def test_reset_forgets_the_past_but_not_what_is_alive():
         more = torch.empty(10)
         assert tracker.timeline.total_bytes[-1] == tracker.total_bytes
         del kept, more
-
-
-@pytest.mark.exhaustive
-def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
-    """Steps with and without take turns on one thread, in CPU seconds of that thread; the quickest of each.
-
-    Other programs only lengthen a step (they share caches): the quickest is the one that they disturbed least, so it
-    takes turns until the quickest two are within the limit, or 20 times.
-    What it costs is a time for each operator (some 10 to 20 microseconds): a toy of tiny operators slows down twofold,
-    this step of 1,024 tokens by some 5 percent.
-    """
-    config = ModelConfig("wide", 2, 512, num_heads=8, num_kv_heads=4, d_ff=1536, vocab_size=256, max_seq_len=256)
-    model = build(config)
-    optimizer = make_optimizer(model)
-    x_BS = torch.randint(0, 256, (4, 256))
-
-    def step_s() -> float:
-        start = time.thread_time()
-        train_step(model, optimizer, x_BS, x_BS)
-        return time.thread_time() - start
-
-    def tracked_step_s() -> float:
-        with MemoryTracker(model, optimizer):
-            return step_s()
-
-    step_s(), tracked_step_s()
-    tracked, plain = [], []
-    while len(plain) < 20:
-        tracked.append(tracked_step_s())
-        plain.append(step_s())
-        ratio = min(tracked) / min(plain)
-        if len(plain) >= 3 and ratio < 1.15:
-            break
-    assert ratio < 1.15, f"a tracked step takes {ratio:.2f} times as long"
 
 
 def test_bad_arguments_are_refused_with_what_to_do():

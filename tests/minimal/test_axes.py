@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 
-from course_lib.layout import Mesh
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_rule_of_sums
+from course_lib.launch import RankError
+from course_lib.layout import Layout, Mesh
 from course_lib.minimal.axes import axes_of, coordinates, group_along
-from course_lib.minimal.compare_layout import errors_by_kind
 
 TWO = "dp=2,tp=2,sequence_parallel=true,micro_batches=2"
 LAYOUTS = (TWO, "dp=2,tp=2,micro_batches=2", "dp=2,cp=2,ep=2", "pp=2,tp=2,sequence_parallel=true,micro_batches=2")
@@ -37,10 +39,11 @@ def test_places_and_groups_are_those_of_the_package(order):
     ],
 )
 def test_a_wrong_rule_is_seen_in_its_kinds_alone(rule, layout, wrong):
-    errors = errors_by_kind(rule, layout)
-    assert {kind for kind, error in errors.items() if error > 1e-9} == wrong
+    run = on_ranks(rule, as_rule_of_sums, Layout.parse(layout).world_size, layout=layout)
+    assert {name.split()[0] for name, error in run.errors.items() if error > 1e-9} == wrong
 
 
+@pytest.mark.launches
 def test_what_the_comparison_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="zero_stage is 1"):
-        errors_by_kind(axes_of, "dp=2,zero_stage=1")
+    with pytest.raises(RankError, match="zero_stage is 1"):
+        on_ranks(axes_of, as_rule_of_sums, 2, layout="dp=2,zero_stage=1")

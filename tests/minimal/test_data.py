@@ -5,34 +5,11 @@ import torch
 import torch.distributed as dist
 from harness import sampled
 
-from course_lib.minimal import (
-    compare,
-    compare_with_one_process,
-    sent_bytes,
-)
-from course_lib.minimal.data import (
-    BucketedDP,
-    DataParallel,
-    OverlappedDP,
-    when_all_arrived,
-)
-from course_lib.model import build
-from course_lib.training import loss_of
-from course_lib.training.data import batch, tokens
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_trainer
+from course_lib.minimal.data import BucketedDP, DataParallel, OverlappedDP, when_all_arrived
 
 pytestmark = pytest.mark.launches
-
-
-def test_gradient_squares_are_those_of_one_rank_and_of_the_mean():
-    (small, big), *_ = compare.gradient_squares(2, sequences=3, world_size=2)
-    model, squares = build(compare.CONFIG), []
-    for rows in (slice(0, 3), slice(3, 6), slice(0, 6)):
-        x_BS, y_BS = batch(tokens(), 0, 6, compare.SEQ_LEN)
-        model.zero_grad()
-        loss_of(model, x_BS[rows], y_BS[rows]).backward()
-        squares.append(sum(param.grad.square().sum().item() for param in model.parameters()))
-    assert small == pytest.approx((squares[0] + squares[1]) / 2, rel=1e-4)
-    assert big == pytest.approx(squares[2], rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------ planted bugs
@@ -73,7 +50,7 @@ class DropsTheLastBucket(BucketedDP):
     "wrong", sampled([ForgetsTheMean, KeepsOldGradients, SendsAfterTheFirst, DropsTheLastBucket], 2)
 )
 def test_a_planted_bug_differs_from_one_process(wrong):
-    assert compare_with_one_process(wrong, 2, 3) > 1e-6
+    assert on_ranks(wrong, as_trainer, 2, num_micro_batches=3).difference > 1e-6
 
 
 class AveragesEveryTime(DataParallel):
@@ -93,8 +70,8 @@ class AveragesEveryTime(DataParallel):
 
 @pytest.mark.exhaustive
 def test_a_form_that_sends_more_is_counted():
-    assert compare_with_one_process(AveragesEveryTime, 2, 3) < 1e-10
-    assert sent_bytes(AveragesEveryTime, 2, 3) == 4 * sent_bytes(DataParallel, 2, 3)
+    run, once = (on_ranks(one, as_trainer, 2, num_micro_batches=3) for one in (AveragesEveryTime, DataParallel))
+    assert run.difference < 1e-10 and run.sent_bytes == [4 * sent for sent in once.sent_bytes]
 
 
 def test_the_action_runs_once_for_each_backward_after_the_last_gradient():

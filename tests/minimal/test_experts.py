@@ -8,18 +8,10 @@ import torch
 from harness import sampled
 
 from course_lib import comm
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_experts, as_trainer, gradient_lengths
 from course_lib.launch import RankError
-from course_lib.minimal import compare_with_one_process
-from course_lib.minimal.compare_experts import (
-    compare_experts,
-    experts_gradient_errors,
-    gradient_lengths,
-)
-from course_lib.minimal.experts import (
-    ExpertParallel,
-    ExpertParallelMoE,
-    NaiveExpertParallelMoE,
-)
+from course_lib.minimal.experts import ExpertParallel, ExpertParallelMoE, NaiveExpertParallelMoE
 
 pytestmark = pytest.mark.launches
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have tests/ on their path
@@ -27,7 +19,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have
 
 def test_experts_that_do_not_divide_are_refused():
     with pytest.raises(RankError, match="8 experts do not divide by 3 ranks; change ep"):
-        compare_experts(ExpertParallelMoE, 3)
+        on_ranks(ExpertParallelMoE, as_experts, 3)
 
 
 # ------------------------------------------------------------------------------------ planted bugs
@@ -37,13 +29,12 @@ class NotSorted(ExpertParallelMoE):
 
 
 def test_a_plain_all_to_all_loses_the_gradients_of_experts_without_an_error():
-    assert compare_experts(NaiveExpertParallelMoE).error < 1e-12
-    errors = experts_gradient_errors(NaiveExpertParallelMoE)
-    assert errors["experts"] == 1 and errors["tokens"] > 0.1 and errors["router"] < 1e-12
+    errors = on_ranks(NaiveExpertParallelMoE, as_experts).errors
+    assert errors["y_TD"] < 1e-12 and errors["experts"] == 1 and errors["tokens"] > 0.1 and errors["router"] < 1e-12
 
 
 def test_weights_of_another_slot_are_found():
-    assert compare_experts(NotSorted).error > 1e-3
+    assert on_ranks(NotSorted, as_experts).errors["y_TD"] > 1e-3
 
 
 class SumsExperts(ExpertParallel):
@@ -81,18 +72,14 @@ class LosesGradients(ExpertParallel):
 
 @pytest.mark.parametrize("wrong", sampled([SumsExperts, LeavesTheRest, OwnMeans, LosesGradients], 2))
 def test_a_planted_bug_differs_from_one_process(wrong):
-    assert compare_with_one_process(wrong, 2) > 1e-6
+    assert on_ranks(wrong, as_trainer, 2).difference > 1e-6
 
 
 @pytest.mark.exhaustive
 def test_lengths_of_gradients_say_what_is_wrong():
-    assert all(found == pytest.approx((1, 1)) for found in gradient_lengths(ExpertParallel).values())
-    own_means, summed = gradient_lengths(OwnMeans), gradient_lengths(SumsExperts)
+    right, own_means, summed = (
+        gradient_lengths(on_ranks(trainer, as_trainer)[0]) for trainer in (ExpertParallel, OwnMeans, SumsExperts)
+    )
+    assert all(found == pytest.approx((1, 1)) for found in right.values())
     assert own_means["experts"] == pytest.approx((4, 1)) and own_means["router"] == pytest.approx((1, 1))
     assert summed["experts"][1] < 0.9 and summed["the rest"] == pytest.approx((1, 1))
-    with pytest.raises(RankError, match="parameters have no gradient"):
-        gradient_lengths(Naive)
-
-
-class Naive(ExpertParallel):
-    layer = NaiveExpertParallelMoE

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from course_lib.compare.one_gpu import TINY as CONFIG
+from course_lib.compare.one_gpu import zipf_batch
 from course_lib.minimal.lora import add_lora
-from course_lib.minimal.tiny_training import CONFIG, zipf_batch
 from course_lib.model import apply_lora, build
 from course_lib.training import loss_of
 

@@ -7,16 +7,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
+from course_lib.compare.one_gpu import SMALL, peak_of_trace
 from course_lib.config import preset
 from course_lib.memory.activations import block_terms
 from course_lib.memory.states import count_parameters
-from course_lib.minimal import memory, peaks
+from course_lib.minimal import memory
 from course_lib.minimal.memory import Tracker
 from course_lib.model import build
 from course_lib.training import loss_of
 from course_lib.training.data import batch, tokens
 
-SMALL = peaks.CONFIG
 SHAPES = [
     SMALL,
     replace(SMALL, num_layers=1, num_kv_heads=1, d_ff=96),
@@ -57,7 +57,7 @@ def test_a_trace_without_memory_is_refused():
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         torch.ones(3)
     with pytest.raises(ValueError, match="profile_memory=True"):
-        peaks.peak_of_trace(trace)
+        peak_of_trace(trace)
 
 
 class CountsViews(Tracker):

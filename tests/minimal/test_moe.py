@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from course_lib.minimal import moe as minimal
-from course_lib.minimal.compare_experts import layer_parts, tokens_of_rank
-from course_lib.minimal.moe import MoE, balance_loss, combine
+from course_lib.minimal.moe import MoE, balance_loss, combine, layer_parts, tokens_of_rank
 
 
 def test_an_expert_without_rows_gets_a_gradient_of_zeros():

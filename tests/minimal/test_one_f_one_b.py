@@ -5,17 +5,12 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.ch08.nccl_order import recorded_calls, replay
-from course_lib.launch import launch
-from course_lib.minimal import compare_pipeline
-from course_lib.minimal.compare_pipeline import (
-    CONFIG,
-    busy_share,
-    pipeline_difference,
-)
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import PIPELINE_CONFIG, as_pipeline, pipeline_micro_batches
+from course_lib.launch import RankError, launch
 from course_lib.minimal.one_f_one_b import PipelineRank, SplitRank, afab, naive, one_f_one_b
 from course_lib.model import build
 from course_lib.schedules import make
-from course_lib.span import Span
 
 launches = pytest.mark.launches
 BUILDERS = {"naive": naive, "afab": afab, "1f1b": one_f_one_b}
@@ -43,7 +38,7 @@ def calls_of_steps(rank_class, lists_of_steps):
     """The calls that start messages on this rank, for each list."""
     recorded = []
     for lists, count in lists_of_steps:
-        worker = rank_class(build(CONFIG), compare_pipeline.micro_batches_of_step(count))
+        worker = rank_class(build(PIPELINE_CONFIG), pipeline_micro_batches(count))
         with recorded_calls() as calls:
             worker.run(lists[dist.get_rank()])
         recorded.append(calls)
@@ -64,13 +59,6 @@ def test_no_list_of_the_lesson_waits_for_ever_in_the_order_of_nccl():
 def test_sends_and_receives_in_calls_of_their_own_wait_for_ever_in_the_order_of_nccl():
     (calls,) = zip(*launch(calls_of_steps, 2, StartsAlone, [(one_f_one_b(2, 3), 3)]), strict=True)
     assert replay(calls)[1] == "rank 0 stands at its send to rank 1, rank 1 stands at its send to rank 0"
-
-
-def test_the_busy_share_counts_all_ranks():
-    traces = [[Span(0, "compute", "F0@0", 1.0, 3.0)], [Span(1, "compute", "F0@1", 3.0, 4.0)]]
-    assert busy_share(traces) == 3.0 / (2 * 3.0)
-    with pytest.raises(ValueError, match="one has no span"):
-        busy_share([[], traces[1]])
 
 
 class NotDivided(PipelineRank):
@@ -106,11 +94,11 @@ class WTwice(SplitRank):
     [(NotDivided, afab(2, 3)), (OldestLast, one_f_one_b(4, 4)), (WTwice, words_of("zb_h1", 2, 3))],
 )
 def test_a_planted_bug_differs_from_one_process(wrong, lists):
-    assert pipeline_difference(wrong, lists) > 1e-6
+    assert on_ranks(wrong, as_pipeline, len(lists), lists=lists, backend="gloo").difference > 1e-6
 
 
 @launches
 def test_a_missing_half_is_named():
     without_w = [[word for word in row if word[0] != "W"] for row in words_of("zb_h1", 2, 2)]
-    with pytest.raises(ValueError, match="run B, or I and W"):
-        compare_pipeline.pipeline_difference(SplitRank, without_w)
+    with pytest.raises(RankError, match="run B, or I and W"):
+        on_ranks(SplitRank, as_pipeline, 2, lists=without_w, backend="gloo")

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.minimal import gradient_difference
+from course_lib.compare.one_gpu import DROPOUT_CONFIG, PASS_CONFIG, OnePass, full_batch, no_change
 from course_lib.minimal.accumulate import accumulate
 from course_lib.minimal.offload import HostOffload
-from course_lib.minimal.passes import DROPOUT_CONFIG, PASS_CONFIG, full_batch, model_and_batch, no_change
 from course_lib.minimal.recompute import Recomputed, own_leaf, recompute, recompute_cores, recompute_segments
 from course_lib.training import loss_of
 from course_lib.training.data import micro_batches
@@ -37,7 +36,8 @@ def torchs_checkpoint(model):
 
 def gradients_under_autocast(change, config=PASS_CONFIG, dtype=torch.bfloat16, backward_inside=False):
     """Return the gradients of a float32 model; forward runs under autocast, and backward inside it or after it."""
-    model, (x_BS, y_BS) = model_and_batch(change, 64, config)
+    short = OnePass(change, config=config, seq_len=64)
+    model, (x_BS, y_BS) = short.model(), short.batch
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype):
         loss = loss_of(model, x_BS, y_BS)
@@ -115,7 +115,7 @@ def forgets_autocast(model):
 
 def test_a_second_run_in_another_dtype_is_found():
     right, wrong = (gradients_under_autocast(change) for change in (no_change, forgets_autocast))
-    assert gradient_difference(forgets_autocast) == 0  # without autocast there is nothing to forget
+    assert OnePass(forgets_autocast).difference == 0  # without autocast there is nothing to forget
     assert 0.001 < (wrong - right).norm() / right.norm() < 0.02
 
 
@@ -138,8 +138,8 @@ def other_dropout(model):
 
 @pytest.mark.slow
 def test_a_second_run_with_other_random_numbers_is_found():
-    assert gradient_difference(other_dropout) == 0  # without dropout nothing is random
-    assert gradient_difference(other_dropout, config=DROPOUT_CONFIG) > 1e-4
+    assert OnePass(other_dropout).difference == 0  # without dropout nothing is random
+    assert OnePass(other_dropout, config=DROPOUT_CONFIG).difference > 1e-4
 
 
 # ------------------------------------------------------------------------------------ accumulation
@@ -150,12 +150,13 @@ def test_means_that_are_not_weighted_are_found():
         for row in range(len(x_BS)):
             loss_of(model, x_BS[row : row + 1], y_BS[row : row + 1]).backward()
 
-    assert gradient_difference(backward=summed) > 1e-3
+    assert OnePass(backward=summed).difference > 1e-3
 
 
 def gradients_with_padding(backward):
     """Return the gradients where rows have 1, 1/2, 1/4 and 1/8 of their targets; the other targets are -100."""
-    model, (x_BS, y_BS) = model_and_batch(no_change, 64, PASS_CONFIG, torch.float64)
+    short = OnePass(seq_len=64, dtype=torch.float64)
+    model, (x_BS, y_BS) = short.model(), short.batch
     y_BS = y_BS.clone()
     for row in range(len(y_BS)):
         y_BS[row, y_BS.shape[1] >> row :] = -100
@@ -176,7 +177,7 @@ def test_shares_of_all_positions_are_found():
         for x_part, y_part in micro_batches(x_BS, y_BS, 4):
             (loss_of(model, x_part, y_part) * y_part.numel() / y_BS.numel()).backward()
 
-    assert gradient_difference(backward=by_positions) < 1e-14  # without ignored targets it is right
+    assert OnePass(backward=by_positions).difference < 1e-14  # without ignored targets it is right
     right = gradients_with_padding(full_batch)
     assert (gradients_with_padding(by_positions) - right).norm() > 0.05 * right.norm()
 
@@ -196,4 +197,4 @@ def test_a_hook_that_forgets_what_it_moved_is_found():
         loss.backward()
 
     with pytest.raises(RuntimeError):  # token ids are floats then
-        gradient_difference(backward=run)
+        assert OnePass(backward=run).difference

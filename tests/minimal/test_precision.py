@@ -6,13 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from course_lib.minimal.precision import (
-    LossScaling,
-    MasterWeights,
-    OneDtype,
-    stochastic_round,
-)
-from course_lib.minimal.tiny_training import CONFIG, train_tiny, zipf_batch
+from course_lib.compare.one_gpu import TINY as CONFIG
+from course_lib.compare.one_gpu import train_tiny, zipf_batch
+from course_lib.minimal.precision import LossScaling, MasterWeights, OneDtype, stochastic_round
 from course_lib.model import build
 from course_lib.training import loss_of
 

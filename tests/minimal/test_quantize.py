@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from course_lib.compare.one_gpu import TINY, OnePass, train_tiny
 from course_lib.minimal.precision import OneDtype
 from course_lib.minimal.quantize import (
     DequantizeAgain,
@@ -18,7 +19,6 @@ from course_lib.minimal.quantize import (
     normal_code,
     quantize,
 )
-from course_lib.minimal.tiny_training import activation_bytes, train_tiny
 
 # Source: Dettmers et al. 2023 (arXiv:2305.14314), appendix E
 NF4 = [
@@ -141,7 +141,9 @@ def test_a_layer_that_keeps_its_weight_saves_nothing():
             return Keeps.apply(x, self)
 
     bytes_of = {
-        layer_class: activation_bytes(torch.bfloat16, change=partial(replace_all, layer_class=layer_class))
+        layer_class: OnePass(
+            partial(replace_all, layer_class=layer_class), config=TINY, dtype=torch.bfloat16
+        ).kept_bytes
         for layer_class in (FourBitLinear, KeepsItsWeight)
     }
     assert bytes_of[KeepsItsWeight] >= 0.98 * bytes_of[FourBitLinear]

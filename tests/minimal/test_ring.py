@@ -5,9 +5,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.launch import launch
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_sum
+from course_lib.launch import RankError, launch
 from course_lib.layout import Mesh
-from course_lib.minimal import compare_with_sum, ring
+from course_lib.minimal import ring
 from course_lib.minimal.ring import ring_all_reduce
 
 pytestmark = pytest.mark.launches
@@ -57,7 +59,7 @@ def one_step_too_few(x_P, group):
 
 @pytest.mark.parametrize("wrong", [ring_that_copies, one_phase, one_step_too_few])
 def test_a_planted_bug_differs_from_the_sum(wrong):
-    assert compare_with_sum(wrong, 4) > 1
+    assert on_ranks(wrong, as_sum).difference > 1
 
 
 def in_place(x_P, group):
@@ -76,11 +78,11 @@ def first_piece(x_P, group):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (in_place, "rank 0 has another input than before the call; add to a copy"),
-        (first_piece, r"rank 0 returned \(1,\); return a tensor of shape \(10,\)"),
-        (lambda x_P, group: None, "rank 0 returned NoneType; return a tensor"),
+        (in_place, "the input is another one than before the call; add to a copy"),
+        (first_piece, r"the sum is \(1,\); return a tensor of shape \(10,\)"),
+        (lambda x_P, group: None, "the sum is NoneType; return a tensor"),
     ],
 )
 def test_what_is_no_all_reduce_is_told_in_a_sentence(wrong, told):
-    with pytest.raises(ValueError, match=told):
-        compare_with_sum(wrong, 2)
+    with pytest.raises(RankError, match=told):
+        on_ranks(wrong, as_sum, 2)

@@ -5,13 +5,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_attention, as_context_step
 from course_lib.launch import launch
 from course_lib.minimal import ring_attention
-from course_lib.minimal.compare_attention import (
-    compare_step_with_one_process,
-    compare_with_full_attention,
-    output_differences,
-)
 from course_lib.minimal.ring_attention import (
     RingAttention,
     attend,
@@ -143,10 +140,10 @@ def without_the_mean(grad, tensors, rows, allowed):
     ],
 )
 def test_a_planted_bug_in_the_ring_is_found(name, wrong, hit):
-    differences = compare_with_full_attention(in_rank(name, wrong), 4, 32, zigzag)
-    assert {key for key, value in differences.items() if value > 1e-3} >= hit
+    errors = on_ranks(in_rank(name, wrong), as_attention, my_tokens=8, cut=zigzag).errors
+    assert {key for key, error in errors.items() if error > 1e-3} >= hit
     if name == "attend_backward":
-        assert differences["out"] < 1e-12
+        assert errors["out"] < 1e-12
 
 
 def averaged(model, x_BS, y_BS, where, group):
@@ -170,8 +167,8 @@ def from_zero(model, x_BS, y_BS, where, group):
 
 @pytest.mark.parametrize("wrong", [averaged, from_zero])
 def test_a_planted_bug_in_a_step_shows_in_the_gradients_and_hardly_in_the_loss(wrong):
-    loss_error, worst = compare_step_with_one_process(wrong, 4, 64)
-    assert loss_error < 0.01 and worst > 0.2
+    errors = on_ranks(wrong, as_context_step).errors
+    assert errors.pop("loss") < 0.01 and max(errors.values()) > 0.2
 
 
 def test_tokens_that_see_their_own_rank_alone_are_right_on_the_first_rank_only():
@@ -179,7 +176,7 @@ def test_tokens_that_see_their_own_rank_alone_are_right_on_the_first_rank_only()
         mine_s = where[group.rank()]
         return attend(q, k, v, mine_s <= mine_s[:, None])[0]
 
-    differences = output_differences(alone, 4, 32)
+    differences = [record.matches["out"].largest for record in on_ranks(alone, as_attention, my_tokens=8)]
     assert differences[0] < 1e-12 and min(differences[1:]) > 0.1
 
 
@@ -188,13 +185,12 @@ def test_what_is_no_number_on_one_rank_is_not_passed_over():
         out = RingAttention.apply(q, k, v, where, group)
         return out * float("nan") if group.rank() == 1 else out
 
-    differences = compare_with_full_attention(no_number, 2, 32)
-    assert set(differences.values()) == {float("inf")}
-    assert output_differences(no_number, 2, 32)[1] == float("inf")
+    run = on_ranks(no_number, as_attention, 2, my_tokens=16)
+    assert set(run.errors.values()) == {float("inf")} == {match.largest for match in run[1].matches.values()}
 
     def no_gradient(model, x_BS, y_BS, where, group):
         loss = context_parallel_step(model, x_BS, y_BS, where, group)
         model.norm.weight.grad *= float("nan")
         return loss
 
-    assert compare_step_with_one_process(no_gradient, 2, 32)[1] == float("inf")
+    assert on_ranks(no_gradient, as_context_step, 2).errors["norm.weight"] == float("inf")

@@ -7,17 +7,14 @@ import torch.distributed as dist
 from harness import sampled
 
 from course_lib import comm
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import CONFIG, as_trainer
 from course_lib.launch import launch
-from course_lib.minimal import (
-    compare,
-    compare_with_one_process,
-)
 from course_lib.minimal import tensor as minimal
 from course_lib.minimal.tensor import TensorParallel, copy_in, sum_out, vocab_parallel_cross_entropy
 from course_lib.model import build
 
 pytestmark = pytest.mark.launches
-CONFIG = compare.CONFIG
 
 
 # ------------------------------------------------------------------------------------ planted bugs
@@ -54,7 +51,7 @@ class OwnMaximum(TensorParallel):
 
 @pytest.mark.parametrize("wrong", sampled([WithoutF, SumsTwice, Averages, SumsNorms, OwnMaximum], 2))
 def test_a_planted_bug_differs_from_one_process(wrong):
-    assert compare_with_one_process(wrong, 2) > 1e-6
+    assert on_ranks(wrong, as_trainer, 2).difference > 1e-6
 
 
 def test_heads_that_do_not_divide_and_a_tied_head_are_refused_in_a_sentence():

@@ -3,7 +3,8 @@
 import pytest
 
 from course_lib import comm
-from course_lib.minimal import compare_with_one_process, sent_bytes
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import as_trainer
 from course_lib.minimal.data import DataParallel
 from course_lib.minimal.zero import Zero1, Zero2, Zero3
 
@@ -49,13 +50,13 @@ class AllReduceForm(Zero1):
 
 @pytest.mark.parametrize("wrong", [SumsGradients, NeverGathers, KeepsOldGradients])
 def test_a_planted_bug_differs_from_one_process(wrong):
-    assert compare_with_one_process(wrong, 2) > 1e-6
+    assert on_ranks(wrong, as_trainer, 2).difference > 1e-6
 
 
 @pytest.mark.exhaustive
 def test_a_form_that_sends_more_is_counted():
-    assert sent_bytes(AllReduceForm, 2) == 2 * sent_bytes(Zero1, 2)
-    assert compare_with_one_process(AllReduceForm, 2) < 1e-10
+    run, right = (on_ranks(one, as_trainer, 2) for one in (AllReduceForm, Zero1))
+    assert run.difference < 1e-10 and run.sent_bytes == [2 * sent for sent in right.sent_bytes]
 
 
 def test_a_trainer_that_leaves_a_parameter_out_is_told_which():
@@ -64,4 +65,4 @@ def test_a_trainer_that_leaves_a_parameter_out_is_told_which():
             return {name: p for name, p in super().full_parameters().items() if name != "norm.weight"}
 
     with pytest.raises(Exception, match=r"lacks or adds \['norm.weight'\]"):
-        compare_with_one_process(Forgets, 2)
+        on_ranks(Forgets, as_trainer, 2)

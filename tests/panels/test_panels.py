@@ -350,7 +350,7 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
 def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     job = runs.job_of(runs.PLAN.start)
     by_hand, found = runs.PLAN.answer(tp=2, micro_batch=2), search(job)
-    assert f"{found.best.layout}: {found.best.estimate.why}" in by_hand.said  # it happens to be the best
+    assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
     forms, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(forms[0].rows) >= 5
     assert "does not divide" in runs.PLAN.answer(micro_batch=16, sequences=64, tp=1).said

@@ -96,7 +96,7 @@ def test_the_best_known_reaches_the_bounds(pp, m):
     whole, split = best_known(pp, m, False), best_known(pp, m, True)
     assert whole.makespan_s == 3 * (m + pp - 1)  # nothing with whole backwards is shorter
     assert pp - 1 + 3 * m <= split.makespan_s <= whole.makespan_s
-    assert whole.peaks == tuple(min(m, pp - rank) for rank in range(pp))
+    assert whole.peak_live == tuple(min(m, pp - rank) for rank in range(pp))
 
 
 def test_the_score_says_how_far_from_the_best():

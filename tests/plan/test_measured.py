@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from course_lib.config import ModelConfig
+from course_lib.estimate import Estimate
 from course_lib.layout import Layout
-from course_lib.plan import Job, Option, work_out
+from course_lib.plan import Job, work_out
 from course_lib.plan.measured import CLUSTER, MODELS, measured_job, measured_runs
 from course_lib.plan.search import TOLD_APART, advised, ranked_s
 
@@ -22,28 +23,28 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(os.environ.get("MEASURED_RUNS", ROOT.parent / "shared" / "data" / "cluster_runs.csv"))
 SMALL = ModelConfig("1B", 16, 2048, 32, 32, 8192, 131_072, 4096, tied=True)
 SHAPES = MODELS | {"1B": SMALL, "3B": replace(SMALL, name="3B", num_layers=28, d_model=3072)}
-Cells = dict[str, list[tuple[Option, float]]]  # a model on so many GPUs -> what was measured there, tokens/s of a GPU
+Cells = dict[str, list[tuple[Estimate, float]]]  # a model on so many GPUs -> what was measured there, tokens/s of a GPU
 
 
-def fastest(options: list[Option]) -> Option:
+def fastest(options: list[Estimate]) -> Estimate:
     return min(options, key=lambda option: option.step_s)
 
 
-def least_memory(options: list[Option]) -> Option:
+def least_memory(options: list[Estimate]) -> Estimate:
     """Of those within 5 % of the fastest."""
     near = [option for option in options if option.step_s <= fastest(options).step_s / 0.95]
     return min(near, key=lambda option: option.memory_bytes)
 
 
-def as_search(options: list[Option]) -> Option:
+def as_search(options: list[Estimate]) -> Estimate:
     return advised(sorted(options, key=lambda option: (ranked_s(option), option.memory_bytes)))
 
 
-def slowest(options: list[Option]) -> Option:
+def slowest(options: list[Estimate]) -> Estimate:
     return max(options, key=lambda option: option.step_s)
 
 
-def shares(cells: Cells, choose: Callable[[list[Option]], Option]) -> list[float]:
+def shares(cells: Cells, choose: Callable[[list[Estimate]], Estimate]) -> list[float]:
     """Of each cell what the choice reached, over the fastest that was measured there."""
     found = []
     for runs in cells.values():
@@ -115,5 +116,5 @@ def test_on_the_larger_table_the_choice_beats_the_plain_fastest_and_the_least_me
 
 def test_what_cannot_be_told_apart_is_less_than_the_error_of_the_clock():
     cells = cells_of_the_package()
-    off = [abs(option.estimate.tokens_per_s_per_gpu / speed - 1) for runs in cells.values() for option, speed in runs]
+    off = [abs(option.tokens_per_s_per_gpu / speed - 1) for runs in cells.values() for option, speed in runs]
     assert statistics.median(off) > TOLD_APART

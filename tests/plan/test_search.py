@@ -202,11 +202,11 @@ def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_advised():
         "dp=16,micro_batches=4",
     )
     options = [work_out(job, Layout.parse(text)) for text in texts]
-    alike = [replace(one, estimate=replace(one.estimate, seconds_by_part={"compute": 1.0})) for one in options]
+    alike = [replace(one, seconds_by_part={"compute": 1.0}) for one in options]
     assert advised(alike) is alike[2]  # the largest micro-batch, fewest axes, least ZeRO
-    faster = [replace(alike[3], estimate=replace(alike[3].estimate, seconds_by_part={"compute": 0.96})), *alike]
+    faster = [replace(alike[3], seconds_by_part={"compute": 0.96}), *alike]
     assert advised(faster) is faster[0]  # the only one within 3 % of itself
-    tight = replace(alike[2], estimate=replace(alike[2].estimate, usable_bytes=alike[2].memory_bytes))
+    tight = replace(alike[2], usable_bytes=alike[2].memory_bytes)
     assert tight.verdict == "tight" and advised([alike[0], tight]) is alike[0]
 
 

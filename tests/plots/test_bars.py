@@ -156,8 +156,6 @@ def test_the_matrix_has_the_bytes_that_the_traffic_counts():
     assert all(sent[rank][rank] == 0 for rank in range(4))
     with pytest.raises(ValueError, match="square table"):
         experts.bytes_sent([[1, 2]], 2)
-    with pytest.raises(ValueError, match="give one rank"):
-        experts.show_routes([[[0]]] * 2, ExpertLayout(2, 2), [[[1.0]]] * 2, "t")
 
 
 # ---------------------------------------------------------------- who holds what

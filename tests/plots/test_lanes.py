@@ -126,15 +126,10 @@ def test_a_way_is_named_where_it_is_the_fastest_and_the_limits_meet_at_the_cross
     assert bandwidth[1] / bandwidth[64] == pytest.approx(13.2, abs=0.1)  # a thirteenth, as a title says
 
 
-def test_numbers_of_points_give_way_to_lines_and_to_other_points():
-    labels = curves.value_labels_of
-    assert labels([{1: 100.0}, {1: 50.0}, {1: 49.0}]) == [(1, 100.0, True), (1, 50.0, False)]
-    crossed = labels([{1: 100.0, 2: 90.0, 3: 90.0}], lines=[{1: 105.0, 2: 80.0, 3: 150.0}])
+def test_numbers_of_points_give_way_to_lines():
+    crossed = curves.value_labels_of({1: 100.0, 2: 90.0, 3: 90.0}, [{1: 105.0, 2: 80.0, 3: 150.0}])
     assert crossed == [(1, 100.0, False), (2, 90.0, True), (3, 90.0, True)]
-    first = {1: 20.0, 2: 100.0}
-    assert labels([first, {1: 30.0}]) == [(1, 20.0, False), (2, 100.0, True), (1, 30.0, True)]
-    assert labels([first, {1: 60.0}]) == [(1, 20.0, True), (2, 100.0, True), (1, 60.0, False)]
-    assert labels([first, {2: 99.0}]) == [(1, 20.0, True), (2, 100.0, True)]  # one number for both
+    assert curves.value_labels_of({1: 100.0}) == [(1, 100.0, True)] and curves.value_labels_of({}) == []
 
 
 # ---------------------------------------------------------------- schedules

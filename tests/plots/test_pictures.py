@@ -10,12 +10,10 @@ from pictures import look
 
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu
-from course_lib.layout import SEQUENCE_SHARDINGS, Layout, Mesh
-from course_lib.layout.experts import ExpertLayout
+from course_lib.layout import SEQUENCE_SHARDINGS, Layout
 from course_lib.measure import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets
-from course_lib.minimal.passes import PASS_CONFIG
-from course_lib.minimal.planner import cuts, front, plan
+from course_lib.minimal.planner import front, plan
 from course_lib.minimal.quantize import dynamic_code, normal_code
 from course_lib.plan import work_out
 from course_lib.plan.measured import measured_job, measured_runs
@@ -26,9 +24,7 @@ from course_lib.plots import (
     context,
     curves,
     data_parallel,
-    expert_concepts,
     experts,
-    five_d,
     five_d_costs,
     holdings,
     ladder,
@@ -37,16 +33,13 @@ from course_lib.plots import (
     pipeline_concepts,
     pipeline_trace,
     precision,
-    sequence,
-    single_gpu,
     stages,
-    tensor,
+    tiles,
     timeline,
 )
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, one_f_one_b, simulate
 from course_lib.schedules.instructions import loop_placement
-from course_lib.simulate.two_hosts import MEASURED
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
@@ -57,11 +50,7 @@ NUMBERS = torch.linspace(-1, 2, 12).tolist()
 FLOW = data_parallel.FlowRow("gradients", "gradients", [[10.0, None], [None, 40.0]], "reduce-scatter")
 STEP = Timeline([0.0, 1.0, 2.0], {kind: [4, 8, 4] for kind in KINDS}, [(1.0, "backward"), (2.0, "optimizer")])
 WHOLE = [[0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23], [*range(6, 18)]]
-LENGTHS = {f"cp {cp}": {1024 * k: 5e9 + 2e5 * 1024 * k / cp for k in (16, 64, 256, 1024)} for cp in (1, 2, 4, 8)}
-CHOSEN = [[[0, 2], [1, 3]], [[0, 1], [2, 0]]]
-KINDS_OF_EXPERTS = {"coarse": expert_concepts.ExpertKind(16, 2, 0, 1.0)}
-KINDS_OF_EXPERTS["finer"] = expert_concepts.finer(KINDS_OF_EXPERTS["coarse"], 4, num_shared=1)
-EIGHT = Layout(dp=2, tp=2, pp=2, micro_batches=2, zero_stage=1)
+LENGTHS = {f"cp {cp}": {1024 * k: 5e9 + 2e6 * 1024 * k / cp for k in (16, 64, 256, 1024)} for cp in (1, 2, 4, 8)}
 TINY = {name: simulate(make(name, 2, 2)) for name in ("naive", "afab")}
 JOB, RUNS = measured_job("8B", 64), measured_runs("8B", 64)
 RANKED = plan(JOB)
@@ -77,88 +66,36 @@ PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
              "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
 MODELS = {"TP, modelled": {2: 14e3, 8: 12e3, 32: 2e3}, "TP + SP, modelled": {2: 14e3, 8: 12e3, 32: 3e3}}
 ROW = SimpleNamespace(kind="peak", predicted_bytes=9, measured_bytes=10, error_percent=-10.0)
-UNITS = ["embed", "block 0", "block 1", "block 2", "norm, head"]
 
 PICTURES = {
     "collectives": lambda: collectives.show_collectives(TILES, "t"),
     "ring, step by step": lambda: collectives.show_ring_all_reduce(POWERS, "t"),
-    "ring": lambda: collectives.show_ring(POWERS, [0, 3], "t"),
-    "mesh": lambda: collectives.show_mesh(Mesh(dp=2, tp=2, pp=2), "t"),
-    "node": lambda: collectives.show_node(H100, LINKS["pcie5"], "t"),
-    "squares": lambda: single_gpu.show_squares({"parameters": 40, "activations": 24}, "4 bytes", "Kinds"),
-    "block": lambda: single_gpu.show_block(preset("llama-3.1-8b")),
-    "counters": single_gpu.show_counters,
-    "graph": lambda: single_gpu.show_graph(PASS_CONFIG, 1024, 256),
-    "graph of a large model": lambda: single_gpu.show_graph(preset("llama-3.1-8b"), 4096, 4096),
-    "tiles": single_gpu.show_tiles,
-    "formats": precision.show_float_formats,
-    "numbers": precision.show_numbers,
+    "squares": lambda: tiles.show_squares({"parameters": 40, "activations": 24}, "4 bytes", "Kinds"),
     "magnitudes": lambda: precision.show_magnitudes({"as they are": 10 ** torch.linspace(-9, 0, 100)}, "fp16"),
-    "mixed step": precision.show_mixed_step,
-    "mixed step, scaled": lambda: precision.show_mixed_step(scaled=True),
-    "LoRA": precision.show_lora,
     "codes": lambda: precision.show_codes({"dynamic": dynamic_code().tolist(), "NF4": normal_code().tolist()}),
     "blocks": lambda: precision.show_blocks(NUMBERS, {"one scale": [0.0] * 12, "blocks": NUMBERS}, block_size=4),
-    "choices": precision.show_choices,
     "replicas": lambda: data_parallel.show_replicas([[1, 2], [3, 4]], [2.5, 12.5], 7.5, (1, 0.25)),
     "buckets": lambda: data_parallel.show_buckets({"a": 4, "b": 6, "c": 2}, [["c", "b"], ["a"]], "t"),
-    "streams": data_parallel.show_streams,
-    "batch": data_parallel.show_batch_tradeoff,
-    "stages of ZeRO": data_parallel.show_zero_stages,
-    "flat": data_parallel.show_flat_shards,
-    "gathered": lambda: data_parallel.show_gathered(UNITS),
     "flow": lambda: data_parallel.show_flow([FLOW, FLOW], "t"),
     "memory of a step": lambda: memory.show_step_memory({"stage 0": STEP, "stage 1": STEP}, "t"),
-    "linear pair": tensor.show_linear_pair,
-    "heads": lambda: tensor.show_heads([2, 8]),
-    "vocabulary": tensor.show_vocabulary,
-    "f and g": tensor.show_f_and_g,
-    "a loss from parts": lambda: tensor.show_vocab_loss([1.25, -2.5, 4.0, 1.0, 7.5, 3.0, 2.0, 1.0], 0, 4),
-    "cuts of a sequence": sequence.show_cuts,
-    "half a block": sequence.show_half_block,
-    "regions": lambda: sequence.show_regions(preset("gpt3-175b"), 1, 2048, 8, ("none", "tp", "tp+sp"), "t"),
-    "where tokens mix": context.show_cut,
-    "merge": lambda: context.show_merge([12, 30], [2, 6]),
-    "gradient ring": context.show_gradient_ring,
-    "chunks": context.show_chunks,
     "heads for tokens": context.show_heads_for_tokens,
     "mask": context.show_mask,
     "documents": lambda: context.show_documents([8, 12, 4], {"whole": WHOLE, "the same": WHOLE}),
     "work": lambda: context.show_work(SEQUENCE_SHARDINGS),
-    "travel": context.show_travel,
     "memory by length": lambda: context.show_memory_by_length(LENGTHS, gpu("h100"), "t"),
-    "experts": expert_concepts.show_dense_and_experts,
-    "kinds of experts": lambda: expert_concepts.show_expert_kinds(KINDS_OF_EXPERTS),
-    "sorted rows": lambda: expert_concepts.show_sorted_rows([[0, 1], [1, 3], [0, 2]], 4),
-    "rows per expert": lambda: expert_concepts.show_rows_per_expert({"one": 128, "EP": 8192}, 7168, 2048, gpu("h100")),
-    "travelling rows": lambda: expert_concepts.show_travelling_rows(CHOSEN, ExpertLayout(4, 2)),
-    "no gradient": lambda: expert_concepts.show_gradient_path(False),
-    "gradient": lambda: expert_concepts.show_gradient_path(True),
-    "owners": expert_concepts.show_owners,
-    "two cuts": expert_concepts.show_two_cuts,
-    "stages of a model": lambda: pipeline_concepts.show_cut(8, 4),
+    "rows per expert": lambda: experts.show_rows_per_expert({"one": 128, "EP": 8192}, 7168, 2048, gpu("h100")),
     "messages": lambda: pipeline_concepts.show_messages(TINY["afab"], "t"),
     "trace": lambda: pipeline_concepts.show_trace(TINY["naive"].schedule, TINY["naive"].rows, "t"),
-    "halves": pipeline_concepts.show_halves,
-    "placements": pipeline_concepts.show_placements,
     "stages": lambda: pipeline_concepts.show_stages_of_model([7, 8, 8, 7], None, [2.1e9, 1.7e9, 1.7e9, 2.1e9]),
     "stages, interleaved": lambda: pipeline_concepts.show_stages_of_model([1] * 12, loop_placement(4, 3)),
     "bubble and memory": lambda: pipeline_concepts.show_tradeoff([simulate(make(n, 4, 8)) for n in ("afab", "zbv")]),
-    "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
-    "16 ranks": lambda: five_d.show_ranks(Layout(dp=2, tp=4, pp=2, micro_batches=2), 8),
-    "one rank": lambda: five_d.show_ranks(Layout()),
-    "steps": lambda: choosing.show_steps({"Enumerate": "all", "Filter": "memory", "Score": "seconds", "Run": "few"}),
-    "cuts": lambda: choosing.show_cuts(cuts(64)),
-    "paths": choosing.show_paths,
     "options": lambda: choosing.show_options(RANKED[:8]),
     "front": lambda: choosing.show_front(RANKED, front(RANKED)),
     "by memory": lambda: choosing.show_by_memory(NAMED, "t"),
     "waiting": lambda: choosing.show_waiting(NAMED, "t"),
-    "flow chart": lambda: choosing.show_flow_chart("node"),
     "losses": lambda: choosing.show_losses({"one": [3.0, 2.0, 1.5], "other": [3.0, 2.5, 2.0]}, "Two rules"),
     "predicted": lambda: choosing.show_predicted(RUNS, [work_out(JOB, run.layout) for run in RUNS]),
     "scaling": lambda: choosing.show_scaling([8, 16, 32], {"fixed": [0.4, 0.3, 0.2], "grows": [0.4, 0.41, 0.4]}),
-    "two hosts": lambda: choosing.show_two_hosts(MEASURED),
     "checkpoints": lambda: choosing.show_checkpoint_interval(Failures(10_000.0, 60.0, 300.0), "t"),
     "timeline": lambda: memory.show_memory_timeline(STEP, "t"),
     "budget": lambda: memory.show_budgets(budget(LLAMA, 1, 4096), GPUS.values(), title="t"),
@@ -186,7 +123,6 @@ PICTURES = {
     "balance": lambda: experts.show_balance({"no balancing": UNEVEN, "aux": [[1] * 8] * 9, "bias": UNEVEN}),
     "parameters": lambda: experts.show_parameters({"dense": (8e9, 8e9), "DeepSeek-V3": (671e9, 37.6e9)}),
     "traffic": lambda: experts.show_traffic([[5, 3, 2, 1], [1, 7, 2, 2], [3, 3, 1, 0], [4, 1, 1, 9]], 8192, "t"),
-    "routes": lambda: experts.show_routes([[[0, 1], [1, 3]]], ExpertLayout(4), [[[0.6, 0.4], [0.9, 0.1]]], "t"),
     "holdings": lambda: holdings.show_holdings(preset("toy-moe"), SIXTEEN),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
         budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")], "t"
@@ -195,27 +131,17 @@ PICTURES = {
     "costs": lambda: five_d_costs.show_costs(SENT, SECONDS),
 }
 NO_ROOM = {
-    "choose at most all": lambda: expert_concepts.show_dense_and_experts(8, 9),
-    "give at least one": lambda: expert_concepts.show_expert_kinds({}),
-    "the picture has room for 8 and 32": lambda: expert_concepts.show_sorted_rows([[0]] * 9, 1),
-    "at least 1 row": lambda: expert_concepts.show_rows_per_expert({}, 8, 8, gpu("h100")),
-    "the picture has room for 12": lambda: expert_concepts.show_travelling_rows([[[0]] * 13], ExpertLayout(1, 1)),
-    "room for 16 experts": lambda: expert_concepts.show_owners(32, 4),
+    "at least 1 row": lambda: experts.show_rows_per_expert({}, 8, 8, gpu("h100")),
     "the layers of each stage": lambda: pipeline_concepts.show_stages_of_model([4, 4], [0, 1, 2]),
     "room for 32 on 8": lambda: pipeline_concepts.show_stages_of_model([1] * 16),
     "at least one simulate": lambda: pipeline_concepts.show_tradeoff([]),
-    "num_stages is 5; give 2 to 4": lambda: pipeline_concepts.show_cut(4, 5),
-    "room for 16, the pattern": lambda: five_d.show_ranks(Layout(dp=128)),
     "no simulation to draw": lambda: pipeline.show_schedules([]),
-    "at least 2": lambda: choosing.show_steps({"one": "step"}),
-    "1 to 256": lambda: choosing.show_cuts([]),
     "1 to 12": lambda: choosing.show_options([]),
     "no option": lambda: choosing.show_front([], []),
     "one option for each run": lambda: choosing.show_predicted(RUNS, []),
     "as many values": lambda: choosing.show_scaling([8], {"a": [0.1, 0.2]}),
     "options is empty": lambda: choosing.show_waiting({}, "t"),
     "losses is empty": lambda: choosing.show_losses({}, "t"),
-    "rows is empty": lambda: choosing.show_two_hosts([]),
 }
 
 

@@ -59,12 +59,9 @@ def test_the_bubble_is_the_closed_form_in_both_definitions_with_and_without_a_ba
 def test_a_form_is_refused_where_the_clock_disagrees(name, m, times, sentence):
     """Each condition is needed: with it unmet, the formula's seconds are not those of the clock."""
     f, i, w = times
-    formula_s = {
-        "zb_h1": 3 * (f + i - w),
-        "zb_h2": 3 * (f + i - 2 * w),
-        "zbv": 0.0,
-        "dualpipe_v": 3 * (f + 2 * i - w),
-    }[name]
+    formula_s = {"zb_h1": 3 * (f + i - w), "zb_h2": 3 * (f + i - 2 * w), "zbv": 0.0, "dualpipe_v": 3 * (f + 2 * i - w)}[
+        name
+    ]
     pair_s = sum(times) if name == "dualpipe_v" else None
     with pytest.raises(ValueError, match=f"closed form of '{name}' does not hold: {sentence}; simulate it instead"):
         bubble(name, 4, m, 1, Costs(*times, pair_s=pair_s))

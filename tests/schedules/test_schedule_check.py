@@ -181,9 +181,7 @@ def test_a_mutation_is_found_or_harmless(mutate):
         ("B0 F0\nF0 B0", ["rank 0, place 0: B0@0 stands before F0@0 (place 1), which it needs; move B0@0 behind it"]),
         (
             "F0 F0@1 B0\nB0",
-            [
-                "rank 0, place 1: F0@1 is work of stage 1, which is on rank 1; move it to that rank's list",
-            ],
+            ["rank 0, place 1: F0@1 is work of stage 1, which is on rank 1; move it to that rank's list"],
         ),
         (
             "F0 B0 F1 B1\nF0 F1 B0 B1",

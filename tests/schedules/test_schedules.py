@@ -7,7 +7,6 @@ from schedule_cases import schedules
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from course_lib.schedules import (
-    SCHEDULES,
     Instruction,
     all_forward_all_backward,
     check_request,
@@ -156,12 +155,3 @@ def test_what_cannot_be_made_is_refused_with_what_to_choose(request_of, message)
         check_request(*request_of)
     with pytest.raises((TypeError, ValueError), match=message):
         make(*request_of)
-
-
-def test_each_function_checks_for_itself():
-    for name, function in SCHEDULES.items():
-        with pytest.raises(ValueError, match="num_micro_batches is 0"):
-            function(2, 0)
-        assert function(1, 4).pp == 1, name
-    with pytest.raises(ValueError, match="multiple"):
-        interleaved_1f1b(2, 3, 2)

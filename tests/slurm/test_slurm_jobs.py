@@ -176,12 +176,13 @@ def test_a_cancelled_cell_cancels_its_job(kernel):
     assert queue("--states=PENDING,RUNNING") == "" and not remaining(sleeping)
 
 
-def test_a_job_that_waits_says_why_and_one_that_would_wait_for_ever_does_not(kernel):
+def test_a_job_that_waits_can_be_interrupted_and_one_that_would_wait_for_ever_does_not(kernel):
     busy = ["sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "srun sleep 100"]
     job = subprocess.run(busy, capture_output=True, text=True, check=True).stdout.strip()
     message = kernel.start("launch(lambda: 1, 4, where=where)")
     try:
-        wait_for_output(kernel, "(Resources: waiting for nodes to become free)")
+        while "PENDING" not in queue("--format=%T"):
+            time.sleep(0.2)
         kernel.manager.interrupt_kernel()
         assert "KeyboardInterrupt" in kernel.finish(message).error
         assert queue("--format=%A").split() == [job]
@@ -196,9 +197,8 @@ def test_a_job_that_waits_says_why_and_one_that_would_wait_for_ever_does_not(ker
 def test_the_job_of_a_notebook_that_is_gone_ends_itself(folder):
     kernel = Kernel()
     kernel.show(SETUP.format(folder=str(folder)) + "from course_lib.launch import _slurm; _slurm.LOST_S = 4.0")
-    kernel.start(
-        "launch(lambda: (print('up'), time.sleep(100)), 2, where=dataclasses.replace(where, nodes=1), live=True)"
-    )
+    where = "where=dataclasses.replace(where, nodes=1)"
+    kernel.start(f"launch(lambda: (print('up'), time.sleep(100)), 2, {where}, live=True, timeout=6)")
     wait_for_output(kernel, "up")
     kernel.stop()
     assert queue("--states=RUNNING") != ""

@@ -138,12 +138,11 @@ def test_where_groups_lie_follows_from_the_order_of_the_axes():
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_groups_of_gradients_lie_as_the_mesh_says(tp, dp_replicate):
-    from course_lib.timing.exchange import _per_node
-
     layout = Layout(dp=64 // tp, tp=tp, zero_stage=3 if dp_replicate > 1 else 1, dp_replicate=dp_replicate)
     axes = {layout.shard_axes[0]: layout.shard_size} | ({"replicate": 2} if dp_replicate > 1 else {})
     for axis, ranks in axes.items():
-        assert _per_node(layout, H100, axis, ranks) == ranks_in_a_node(layout, H100, axis), axis
+        nearer = tp * (layout.shard_size if axis == "replicate" else 1)  # ranks nearer to each other than the group's
+        assert ranks_in_a_node(layout, H100, axis) == min(ranks, max(1, 8 // nearer)), axis
 
 
 def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
@@ -156,7 +155,7 @@ def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
 
 
 def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
-    from course_lib.timing.exchange import _numel_of_rank, _per_node
+    from course_lib.timing.exchange import _numel_of_rank
 
     config, cut = preset("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
     folded = replace(cut, expert_tp=1)
@@ -164,7 +163,8 @@ def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
     for layout in (cut, folded):
         held = sum(flat.numel for flat in flats_of(config, layout) if flat.kind == "experts")
         assert _numel_of_rank(Case(_run(config, layout), H100, COURSE, RATES), 0)[1] == held
-        assert _per_node(layout, H100, "expert_dp", layout.expert_dp) == ranks_in_a_node(layout, H100, "expert_dp")
+        in_a_node = sum(rank < 8 for rank in layout.members(0)["expert_dp"])
+        assert ranks_in_a_node(layout, H100, "expert_dp") == in_a_node
 
 
 def test_a_contiguous_ring_waits_and_megatrons_zigzag_does_not():
@@ -282,3 +282,8 @@ def test_a_constant_that_cannot_be_is_refused():
         with pytest.raises(ValueError, match=f"{name} is .*; plausible: {least} to {most}"):
             Rates(**{name: 2 * most})
     assert len(RANGES) == 8
+
+
+def test_an_engine_that_cuts_by_cost_has_layers_for_every_stage_of_an_interleaved_pipeline():
+    layout = Layout.parse("pp=2,dp=2,schedule=interleaved,v=2,micro_batches=4")
+    assert step_time(_run(LLAMA_8B, layout), H100, "nanotron").bubble_s > 0

@@ -124,12 +124,9 @@ def test_capacity_is_that_of_the_model():
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded"), 'method "padded" needs a capacity'),
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded", capacity=0), "capacity is 0"),
         (lambda: capacity_of(4, 2, 8, 0.0), "capacity_factor is 0.0"),
-        (lambda: synthetic_routing(LAYOUT, 4, 9), "top_k is 9, but a token can choose from 8 experts"),
-        (lambda: synthetic_routing(LAYOUT, 4, 5, max_nodes=1), "from 4 experts (1 of 2 groups of 4)"),
-        (
-            lambda: synthetic_routing(LAYOUT, 4, 2, max_nodes=3),
-            "max_groups is 3; choose from 1 to the number of groups, 2",
-        ),
+        (lambda: synthetic_routing(LAYOUT, 4, 9), "top_k (9) exceeds the 8 experts that a token can choose from"),
+        (lambda: synthetic_routing(LAYOUT, 4, 5, max_nodes=1), "exceeds the 4 experts that a token can choose from (1"),
+        (lambda: synthetic_routing(LAYOUT, 4, 2, max_nodes=3), "max_groups is 3; required: 1 to num_groups (2)"),
     ],
 )
 def test_what_cannot_be_is_refused(attempt, text):

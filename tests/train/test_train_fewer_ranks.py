@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import run_logs
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch
@@ -37,13 +38,13 @@ def test_after_a_rank_is_killed_half_as_many_go_on_with_the_same_losses(before, 
     kept, logs, log = Checkpoints(str(tmp_path / "run"), every=3), Logs(str(tmp_path)), train_log.log_path(tmp_path)
     with pytest.raises(RankError, match="rank 3 of 4 was killed by SIGKILL"):
         launch(killed, 4, 3, before, kept, logs, timeout=100)
-    assert list(train_log.losses_of(log)) == list(range(KILLED_IN))
+    assert list(run_logs.losses_of(log)) == list(range(KILLED_IN))
     layout = layout_for(after, BATCH)
     assert layout.sequences_per_step == BATCH
     record = launch(trainer.train, 2, MODEL, layout, PLAN, kept, logs, timeout=100, quiet=True)[0]
     assert record.first_step == 3
     whole = launch(trainer.train, 1, MODEL, layout_for("dp=1", BATCH), PLAN, timeout=100, quiet=True)[0]
-    losses = train_log.losses_of(log)
+    losses = run_logs.losses_of(log)
     assert list(losses) == list(range(PLAN.steps)) and len(losses[3]) == 2  # repeated after the last checkpoint
     for step, of_step in losses.items():
         assert of_step == pytest.approx([whole.losses[step]] * len(of_step), abs=1e-10)

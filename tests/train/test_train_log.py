@@ -1,6 +1,7 @@
 """The log is read whatever the moment at which its run was killed."""
 
 import pytest
+import run_logs
 
 from course_lib.train import Logs
 from course_lib.train import log as train_log
@@ -15,7 +16,7 @@ def test_a_torn_line_is_left_out_and_the_next_run_begins_a_line_of_its_own(tmp_p
         file.write('{"step": 2, "lo')
     train_log.append(log, step=1, loss=0.1 + 0.2)
     train_log.append(log, event="end")
-    assert train_log.losses_of(log) == {0: [5.5], 1: [0.1 + 0.2, 0.1 + 0.2]}
+    assert run_logs.losses_of(log) == {0: [5.5], 1: [0.1 + 0.2, 0.1 + 0.2]}
     assert len(train_log.read(log)) == 4
 
 
@@ -57,4 +58,4 @@ def test_a_line_of_another_kind_is_refused(line, said, tmp_path):
 
 def test_what_is_nested_without_end_is_left_out(tmp_path):
     (tmp_path / "log.jsonl").write_text("[" * 100_000 + '\n{"step": 1, "loss": 2.0}\n')
-    assert train_log.losses_of(tmp_path / "log.jsonl") == {1: [2.0]}
+    assert run_logs.losses_of(tmp_path / "log.jsonl") == {1: [2.0]}

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import run_logs
 import torch
 import torch.distributed as dist
 
@@ -75,7 +76,7 @@ def test_a_run_that_was_rolled_back_is_bit_for_bit_one_whose_data_never_had_the_
     events = [line for line in train_log.read(log) if "skipped_batch" in line]
     assert [(line["step"], line["back_to_step"], line["skipped_batch"]) for line in events] == [(5, 4, BAD)]
     assert "times the median of 3 steps" in events[0]["why"]
-    assert [len(of_step) for of_step in train_log.losses_of(log).values()] == [1, 1, 1, 1, 2, 2, 1, 1]
+    assert [len(of_step) for of_step in run_logs.losses_of(log).values()] == [1, 1, 1, 1, 2, 2, 1, 1]
 
 
 def in_parts(folder: str) -> tuple:

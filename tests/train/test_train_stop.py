@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import run_logs
 import torch
 import torch.distributed as dist
 from test_train_torchrun import (
@@ -97,15 +98,15 @@ def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     with children() as seen:
         run = start(seen, [*agent, "-m", "course_lib.train", *script], out)
-        wait_until(lambda: len(train_log.losses_of(log)) > 2 or run.poll() is not None, seen)
+        wait_until(lambda: len(run_logs.losses_of(log)) > 2 or run.poll() is not None, seen)
         look(seen)
         assert len(seen) == 3, out.read_text()
         run.terminate()
         wait_until(lambda: run.poll() is not None, seen)
-    said, done = out.read_text(), len(train_log.losses_of(log))
+    said, done = out.read_text(), len(run_logs.losses_of(log))
     assert run.returncode not in (0, None) and f"stopped by SIGTERM after step {done} of {STEPS}, with a" in said, said
     assert 2 < done < STEPS and checkpoint.latest(folder).name == f"step-{done:08d}", said
-    losses = [loss for of_step in train_log.losses_of(log).values() for loss in of_step]
+    losses = [loss for of_step in run_logs.losses_of(log).values() for loss in of_step]
     assert [*losses, *gone_on_to(STEPS, "tp=2", folder)] == uninterrupted(STEPS, "tp=2")
 
 
@@ -135,12 +136,12 @@ def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_1
         wait_until(lambda: alone.poll() is not None or time.monotonic() > asked_s + 30, seen)
         assert alone.poll() == -signal.SIGTERM, (tmp_path / "0.txt").read_text()
         both = [task(0), task(1)]
-        wait_until(lambda: len(train_log.losses_of(train_log.log_path(folder))) > 5 or both[0].poll() is not None, seen)
+        wait_until(lambda: len(run_logs.losses_of(train_log.log_path(folder))) > 5 or both[0].poll() is not None, seen)
         both[1].terminate()
         wait_until(lambda: all(one.poll() is not None for one in both), seen)
     said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert [one.returncode for one in both] == [143, 143], said
-    done = len(train_log.losses_of(train_log.log_path(folder)))
+    done = len(run_logs.losses_of(train_log.log_path(folder)))
     assert f"stopped by SIGTERM after step {done} of" in said[0] and said[1] == ""
     assert checkpoint.latest(folder).name == f"step-{done:08d}"
 
@@ -166,13 +167,13 @@ def test_ranks_end_when_the_engine_that_started_them_was_killed(tmp_path):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with children() as seen:
         engine = start(seen, [sys.executable, "-c", ENGINE, *script], tmp_path / "out.txt", **place)
-        wait_until(lambda: len(train_log.losses_of(log)) > 1 or engine.poll() is not None, seen)
+        wait_until(lambda: len(run_logs.losses_of(log)) > 1 or engine.poll() is not None, seen)
         look(seen)
         started = [process for process in seen.values() if process.pid != engine.pid]
         ranks = [process for process in started if process.is_running()]  # what reads the machine has ended
         assert len(ranks) == 2, (tmp_path / "out.txt").read_text()
         engine.kill()
         wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), seen)
-        steps = len(train_log.losses_of(log))
+        steps = len(run_logs.losses_of(log))
     said = (tmp_path / "out.txt").read_text()
     assert "the process that started this rank has gone" in said and steps < 10**6, said

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import run_logs
 import torch
-from namespaces import own_network
 
 from course_lib import checkpoint
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
-from course_lib.launch._network import CHOICE
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.train import Checkpoints, TrainPlan, trainer
@@ -139,7 +138,7 @@ def test_two_torchrun_agents_lose_a_rank_restart_all_and_end_as_if_they_had_not(
         outs = [tmp_path / f"agent{index}.txt" for index in range(2)]
         agents = [start(seen, agent, out) for out in outs]
         last = random.randint(5, 16)
-        wait_until(lambda: len(train_log.losses_of(log)) > last or any(one.poll() is not None for one in agents), seen)
+        wait_until(lambda: len(run_logs.losses_of(log)) > last or any(one.poll() is not None for one in agents), seen)
         assert all(one.poll() is None for one in agents), "\n".join(out.read_text() for out in outs)
         ranks = [child for one in agents for child in psutil.Process(one.pid).children()]
         assert len(ranks) == 4
@@ -149,7 +148,7 @@ def test_two_torchrun_agents_lose_a_rank_restart_all_and_end_as_if_they_had_not(
     assert [one.returncode for one in agents] == [0, 0], said
     assert said.count("starts anew") == 1 and said.count("goes on at step") == 1, said
     assert said.count("gloo: no GPUs for 4 ranks") == 2 * (not torch.cuda.is_available())  # rank 0 alone, each time
-    losses, expected = train_log.losses_of(log), uninterrupted(STEPS, LAYOUT, tmp_path / "whole")
+    losses, expected = run_logs.losses_of(log), uninterrupted(STEPS, LAYOUT, tmp_path / "whole")
     assert list(losses) == list(range(STEPS))
     assert all(loss == expected[step] for step, of_step in losses.items() for loss in of_step)
     some, others = weights_in(folder, tmp_path / "whole")
@@ -167,7 +166,7 @@ def test_accelerate_launch_runs_it_and_one_process_of_its_cpu_flag_is_told_what_
         wait_until(lambda: run.poll() is not None and alone.poll() is not None, seen)
     said = (tmp_path / "run.txt").read_text()
     assert run.returncode == 0 and "started by accelerate" in said, said
-    losses = train_log.losses_of(train_log.log_path(tmp_path / "run"))
+    losses = run_logs.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "dp=2")
     said = (tmp_path / "alone.txt").read_text()
     assert alone.returncode != 0 and "needs 2 ranks (dp 2), but there is 1" in said and "--multi_gpu" in said
@@ -194,7 +193,7 @@ def test_processes_that_srun_describes_find_each_other_without_torchruns_variabl
     said = [out.read_text() for out in outs]
     assert [task.returncode for task in tasks] == [0, 0], said
     assert "started by srun" in said[0] and said[1] == ""
-    losses = train_log.losses_of(train_log.log_path(tmp_path / "run"))
+    losses = run_logs.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "tp=2")
 
 
@@ -207,41 +206,6 @@ def test_the_script_ends_without_python_s_shutdown(tmp_path):
         run = start(seen, script, tmp_path / "out.txt", PYTHONPATH=path)
         wait_until(lambda: run.poll() is not None, seen)
     assert run.returncode == 0 and "step 4 of 4" in (tmp_path / "out.txt").read_text()
-
-
-def listeners_of(processes: list[psutil.Process]) -> list[int]:
-    """Ports on which these listen, as far as this process's network has them."""
-    pids = {process.pid for process in processes}
-    return [
-        connection.laddr.port
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.pid in pids
-    ]
-
-
-@own_network
-@pytest.mark.parametrize("network", ["own", "host"])
-def test_nobody_else_on_the_machine_reaches_the_ports_of_ranks_under_torchrun(network, tmp_path):
-    """Seen from outside while they train; in the machine's network, if asked for, they have ports and say so."""
-    out, log = tmp_path / "out.txt", train_log.log_path(tmp_path)
-    plan = f"--layout dp=2 --steps 100000 --seq-len 16 --model {EXACT}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    script = ["-m", "course_lib.train", *plan.split(), "--log-folder", str(tmp_path)]
-    with children() as seen:
-        agent = start(seen, [*command, *script], out, **({CHOICE: "host"} if network == "host" else {}))
-        wait_until(lambda: len(train_log.losses_of(log)) > 2 or agent.poll() is not None, seen)
-        ranks = psutil.Process(agent.pid).children(recursive=True)
-        networks = {os.readlink(f"/proc/{rank.pid}/ns/net") for rank in ranks}
-        ports, outside = listeners_of(ranks), os.readlink("/proc/self/ns/net")
-        agent.terminate()
-        agent.wait(PATIENCE_S)
-    said = out.read_text()
-    assert len(ranks) == 2 and len(networks) == 1, said
-    if network == "own":
-        assert ports == [] and networks != {outside} and "SHARED_MACHINES" not in said
-    else:
-        assert ports and networks == {outside}
-        assert f"other users of this machine can reach the ranks' ports, as {CHOICE}=host (docs/SHARED_MACH" in said
 
 
 # --- fewer ranks than before
@@ -271,7 +235,7 @@ def test_a_machine_is_lost_and_torchrun_goes_on_with_the_other_and_the_same_batc
     with children() as seen:
         outs = [tmp_path / f"agent{index}.txt" for index in range(2)]
         agents = [start(seen, [*command, *elastic(folder, layout)], out) for out in outs]
-        wait_until(lambda: len(train_log.losses_of(log)) > 7 or any(one.poll() is not None for one in agents), seen)
+        wait_until(lambda: len(run_logs.losses_of(log)) > 7 or any(one.poll() is not None for one in agents), seen)
         assert all(one.poll() is None for one in agents), "\n".join(out.read_text() for out in outs)
         for process in [psutil.Process(agents[1].pid), *psutil.Process(agents[1].pid).children()]:
             process.kill()
@@ -282,7 +246,7 @@ def test_a_machine_is_lost_and_torchrun_goes_on_with_the_other_and_the_same_batc
     assert f"on 4 ranks ({before})" in said and f"on 2 ranks ({after})" in said, said
     assert "goes on at step" in said
     whole = launch(trainer.train, 1, model_named(EXACT), layout_for("dp=auto", BATCH, 1), EXACT_PLAN, quiet=True)[0]
-    losses = train_log.losses_of(log)
+    losses = run_logs.losses_of(log)
     assert list(losses) == list(range(STEPS))
     for step, of_step in losses.items():
         assert of_step == pytest.approx([whole.losses[step]] * len(of_step), abs=1e-10)
@@ -295,13 +259,13 @@ def test_a_rank_is_killed_under_one_torchrun_and_all_start_again_bit_for_bit(tmp
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "course_lib.train"]
     with children() as seen:
         agent = start(seen, [*command, *elastic(folder, "dp=auto")], tmp_path / "out.txt")
-        wait_until(lambda: len(train_log.losses_of(log)) > 7 or agent.poll() is not None, seen)
+        wait_until(lambda: len(run_logs.losses_of(log)) > 7 or agent.poll() is not None, seen)
         assert agent.poll() is None, (tmp_path / "out.txt").read_text()
         psutil.Process(agent.pid).children()[1].kill()
         wait_until(lambda: agent.poll() is not None, seen)
     said = (tmp_path / "out.txt").read_text()
     assert agent.returncode == 0 and said.count("on 2 ranks (dp=2,micro_batches=4)") == 2, said
     whole = launch(trainer.train, 2, model_named(EXACT), layout_for("dp=auto", BATCH, 2), EXACT_PLAN, quiet=True)[0]
-    losses = train_log.losses_of(log)
+    losses = run_logs.losses_of(log)
     assert list(losses) == list(range(STEPS))
     assert all(loss == whole.losses[step] for step, of_step in losses.items() for loss in of_step)

@@ -7,14 +7,7 @@ import torch
 
 from course_lib.model import build
 from course_lib.model.llama import preset
-from course_lib.training import (
-    LossScaler,
-    TrainConfig,
-    accumulate_gradients,
-    loss_of,
-    make_optimizer,
-    train_step,
-)
+from course_lib.training import LossScaler, TrainConfig, accumulate_gradients, loss_of, make_optimizer, train_step
 from course_lib.training import loop as training
 from course_lib.training.data import batch, tokens
 from course_lib.training.precision import PRECISIONS, gradient_norm

@@ -28,37 +28,27 @@ def _ring_parts(payload_bytes, world_size, link, pieces=None):
     return steps * link.latency_s, steps * payload_bytes / (pieces or world_size) / link.bytes_per_s
 
 
-def _by_halving(world_size, link):
-    low, high = 1.0, 1e15
-    while high / low > 1 + 1e-9:
-        middle = math.sqrt(low * high)
-        latency_s, bytes_s = _ring_parts(middle, world_size, link)
-        low, high = (middle, high) if bytes_s < latency_s else (low, middle)
-    return low
-
-
+WRONG_CROSSOVER = {
+    "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
+        lambda world_size, link: link.latency_s * link.bytes_per_s
+    ),
+    "this takes both directions of the link; a ring step is bound by one": lambda world_size, link: crossover_bytes(
+        world_size, _with_both_directions(link)
+    ),
+    "the number of steps, 2 (G - 1), stands in both terms and cancels": lambda world_size, link: crossover_bytes(
+        2 * (world_size - 1), link
+    ),
+    "G - 1 stands in both terms and cancels; the G below the message does not": (
+        lambda world_size, link: crossover_bytes(world_size - 1, link)
+    ),
+    "bytes are seconds times bytes per second; here the seconds were divided": (
+        lambda world_size, link: world_size * link.latency_s / link.bytes_per_s
+    ),
+}
 check_crossover_bytes = Exercise(
-    "check_crossover_bytes",
     crossover_bytes,
-    _by_halving,
     lambda rng: [(rng.choice([3, 4, 8, 16, 64, 512]), _random_link(rng)) for _ in range(20)],
-    {
-        "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
-            lambda world_size, link: link.latency_s * link.bytes_per_s
-        ),
-        "this takes both directions of the link; a ring step is bound by one": lambda world_size, link: crossover_bytes(
-            world_size, _with_both_directions(link)
-        ),
-        "the number of steps, 2 (G - 1), stands in both terms and cancels": lambda world_size, link: crossover_bytes(
-            2 * (world_size - 1), link
-        ),
-        "G - 1 stands in both terms and cancels; the G below the message does not": (
-            lambda world_size, link: crossover_bytes(world_size - 1, link)
-        ),
-        "bytes are seconds times bytes per second; here the seconds were divided": (
-            lambda world_size, link: world_size * link.latency_s / link.bytes_per_s
-        ),
-    },
+    WRONG_CROSSOVER,
 )
 
 
@@ -71,13 +61,6 @@ def faster_all_reduce(payload_bytes, world_size, link, pieces=None):
     """Ring or doubling, whichever the alpha-beta model calls faster."""
     ring_s = sum(_ring_parts(payload_bytes, world_size, link, pieces))
     return "ring" if ring_s < _doubling_s(payload_bytes, world_size, link) else "doubling"
-
-
-def _by_difference(payload_bytes, world_size, link):
-    steps = world_size.bit_length() - 1
-    more_latency_s = (2 * (world_size - 1) - steps) * link.latency_s
-    fewer_bytes = (steps - 2 * (world_size - 1) / world_size) * payload_bytes
-    return "ring" if fewer_bytes / link.bytes_per_s > more_latency_s else "doubling"
 
 
 def _around_the_crossover(rng: random.Random) -> list[tuple[int, int, Link]]:
@@ -97,28 +80,22 @@ def _in_words(*case) -> str:
     )
 
 
+WRONG_FASTER = {
+    "the slower one each time: the comparison is the wrong way round": lambda *case: (
+        "doubling" if faster_all_reduce(*case) == "ring" else "ring"
+    ),
+    "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
+    "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
+        lambda *case: "doubling",
+        lambda *case: faster_all_reduce(*case, pieces=1),
+    ],
+    "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
+        faster_all_reduce(payload_bytes, size, _with_both_directions(link))
+    ),
+    "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
+        lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"
+    ),
+}
 check_faster_all_reduce = Exercise(
-    "check_faster_all_reduce",
-    faster_all_reduce,
-    _by_difference,
-    _around_the_crossover,
-    {
-        "the slower one each time: the comparison is the wrong way round": lambda *case: (
-            "doubling" if faster_all_reduce(*case) == "ring" else "ring"
-        ),
-        "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": (
-            lambda *case: "ring"
-        ),
-        "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
-            lambda *case: "doubling",
-            lambda *case: faster_all_reduce(*case, pieces=1),
-        ],
-        "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
-            faster_all_reduce(payload_bytes, size, _with_both_directions(link))
-        ),
-        "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
-            lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"
-        ),
-    },
-    says={"the result": _in_words},
+    faster_all_reduce, _around_the_crossover, WRONG_FASTER, says={"the result": _in_words}
 )

@@ -11,18 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.core import fresh_generator, fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost, Each, MessageLog, agree, collective
 from course_lib.comm import all_gather, all_gather_json, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter
 from course_lib.minimal.ring import ring_all_reduce
-
-SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
-ONLY_MESSAGES = {
-    "other calls than send and recv": "only send and recv are allowed here",
-    "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
-}
 
 
 def one_each(rng: random.Random, world_size: int, length: int) -> Each:
@@ -77,41 +71,32 @@ def _watch_mean(answer, samples_of_ranks, group, seed):
     return {"the mean": result, "arguments changed": not agree(given, losses_b), "calls": dict(meter.calls)}
 
 
+WRONG_MEAN = {
+    "every rank counted alike, however many samples it has: this is the mean of the ranks' means": (
+        lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
+    ),
+    "summed, not averaged": lambda losses_b, group: all_reduce(losses_b.sum(), group),
+    "divided by the number of ranks, not by the number of samples": lambda losses_b, group: all_reduce(
+        losses_b.sum(), group, op="mean"
+    ),
+    "divided by this rank's number of samples; the count must be summed over the ranks too": (
+        lambda losses_b, group: all_reduce(losses_b.sum(), group) / len(losses_b)
+    ),
+    "this is the mean of the rank's own samples; nothing was exchanged": lambda losses_b, group: losses_b.mean(),
+    "the ranks' means were summed": lambda losses_b, group: all_reduce(losses_b.mean(), group),
+    "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: mean_of_shares(
+        losses_b, dist.group.WORLD
+    ),
+    "the result is nan; a rank without samples has no mean, but a sum (0) and a count (0)": _weighted_by_own_mean,
+    "each call costs its latency; put the sum and the count into one tensor": lambda losses_b, group: (
+        all_reduce(losses_b.sum(), group) / all_reduce(losses_b.new_tensor(len(losses_b)), group)
+    ),
+}
+SAYS_MEAN = {
+    "calls": "one all_reduce is asked for; two numbers of every rank are enough, so nothing has to be gathered"
+}
 check_mean_of_unequal_shares = Exercise(
-    "check_mean_of_unequal_shares",
-    mean_of_shares,
-    _from_numbers,
-    _shares,
-    {
-        "every rank counted alike, however many samples it has: this is the mean of the ranks' means": (
-            lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
-        ),
-        "summed, not averaged": lambda losses_b, group: all_reduce(losses_b.sum(), group),
-        "divided by the number of ranks, not by the number of samples": lambda losses_b, group: all_reduce(
-            losses_b.sum(), group, op="mean"
-        ),
-        "divided by this rank's number of samples; the count must be summed over the ranks too": (
-            lambda losses_b, group: all_reduce(losses_b.sum(), group) / len(losses_b)
-        ),
-        "this is the mean of the rank's own samples; nothing was exchanged": lambda losses_b, group: losses_b.mean(),
-        "the ranks' means were summed": lambda losses_b, group: all_reduce(losses_b.mean(), group),
-        "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: mean_of_shares(
-            losses_b, dist.group.WORLD
-        ),
-        "the result is nan; a rank without samples has no mean, but it has a sum (0) and a count (0)": (
-            _weighted_by_own_mean
-        ),
-        "each call costs its latency; put the sum and the count into one tensor": lambda losses_b, group: (
-            all_reduce(losses_b.sum(), group) / all_reduce(losses_b.new_tensor(len(losses_b)), group)
-        ),
-    },
-    _watch_mean,
-    {
-        "calls": "one all_reduce is asked for; two numbers of every rank are enough, so nothing has to be gathered",
-        "arguments changed": ONLY_MESSAGES["arguments changed"],
-    },
-    True,
-    SAME_CALLS,
+    mean_of_shares, _shares, WRONG_MEAN, _watch_mean, SAYS_MEAN, right=_from_numbers, ranks=True
 )
 
 
@@ -179,40 +164,32 @@ def _watch_ring(answer, shards, lengths):
     return {"sent to others than its right neighbour": sorted(set(seen.pop("sent to")) - {right})} | seen
 
 
+WRONG_RING = {
+    "the shards stand in the order in which they arrived; put each at its owner's place": (
+        lambda *given: ring_all_gather(
+            *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
+        )
+    ),
+    "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
+        lambda *given: ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
+    ),
+    "the shards stand in rank order, but the last rank's first": lambda *given: ring_all_gather(
+        *given, order=lambda shards, rank: shards[::-1]
+    ),
+    "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
+        lambda *given: ring_all_gather(*given, more=1)
+    ),
+    "its two ends disagree on its length": Stops(_buffer_as_long_as_mine),
+    "only send and recv are allowed here": Stops(_padded_collective),
+    "only to its right neighbour": Stops(_straight_to_everybody),
+}
+SAYS_RING = {
+    "sent to others than its right neighbour": "in a ring a rank sends only to its right neighbour",
+    "bytes sent": "pass on only the shard that came last",
+}
+HANG_RING = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
 check_ring_all_gather = Exercise(
-    "check_ring_all_gather",
-    ring_all_gather,
-    _turned_at_the_end,
-    _unequal_shards,
-    {
-        "the shards stand in the order in which they arrived; put each at its owner's place": (
-            lambda *given: ring_all_gather(
-                *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
-            )
-        ),
-        "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
-            lambda *given: ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
-        ),
-        "the shards stand in rank order, but the last rank's first": lambda *given: ring_all_gather(
-            *given, order=lambda shards, rank: shards[::-1]
-        ),
-        "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
-            lambda *given: ring_all_gather(*given, more=1)
-        ),
-    },
-    _watch_ring,
-    ONLY_MESSAGES
-    | {
-        "sent to others than its right neighbour": "in a ring a rank sends only to its right neighbour",
-        "bytes sent": "pass on only the shard that came last",
-    },
-    True,
-    "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on.",
-    breaks={
-        "its two ends disagree on its length": _buffer_as_long_as_mine,
-        "only send and recv are allowed here": _padded_collective,
-        "only to its right neighbour": _straight_to_everybody,
-    },
+    ring_all_gather, _unequal_shards, WRONG_RING, _watch_ring, SAYS_RING, right=_turned_at_the_end, ranks=HANG_RING
 )
 
 
@@ -304,32 +281,26 @@ def _watch_tree(answer, inputs, src):
     }
 
 
-check_tree_broadcast = Exercise(
-    "check_tree_broadcast",
-    tree_broadcast,
-    _from_the_farthest,
-    _roots,
-    {
-        "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: tree_broadcast(x, src, group, 0),
-        "it still has its own tensor; nothing was received or kept": _not_kept,
-        "it received more often than needed; send only to who has nothing": _one_rank_is_told_twice,
-        "the root alone sends; ranks that have the tensor can send it too": _star,
-        "some ranks that have the tensor wait while others send; in each round all of them should send": _chain,
-    },
-    _watch_tree,
-    ONLY_MESSAGES
-    | {
-        "times that it received": "send only to who has nothing",
-        "rounds": "some ranks that have the tensor wait while others send; in each round all of them should send",
-    },
-    True,
+WRONG_TREE = {
+    "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: tree_broadcast(x, src, group, 0),
+    "it still has its own tensor; nothing was received or kept": _not_kept,
+    "it received more often than needed; send only to who has nothing": _one_rank_is_told_twice,
+    "the root alone sends; ranks that have the tensor can send it too": _star,
+    "some ranks that have the tensor wait while others send; in each round all of them should send": _chain,
+    "only send and recv are allowed here": Stops(
+        lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
+    ),
+}
+SAYS_TREE = {
+    "times that it received": "send only to who has nothing",
+    "rounds": "some ranks that have the tensor wait while others send; in each round all of them should send",
+}
+HANG_TREE = (
     "A rank must receive before it passes on, and each send needs one recv on the other side. 3 and 5 are not powers "
-    "of two: in the last round some ranks have nobody to send to.",
-    breaks={
-        "only send and recv are allowed here": lambda x, src, group: all_reduce(
-            x if dist.get_rank(group) == src else torch.zeros_like(x), group
-        )
-    },
+    "of two: in the last round some ranks have nobody to send to."
+)
+check_tree_broadcast = Exercise(
+    tree_broadcast, _roots, WRONG_TREE, _watch_tree, SAYS_TREE, right=_from_the_farthest, ranks=HANG_TREE
 )
 
 
@@ -383,34 +354,30 @@ def _watch_shift(answer, inputs, distance):
     return {what: value for what, value in seen.items() if what not in ("sent to", "collectives called")}
 
 
-check_shift = Exercise(
-    "check_shift",
-    shift,
-    _cut_open_once,
-    _distances,
-    {
-        "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
-            x, -distance, group
-        ),
-        "it has zeros: was the message waited for?": lambda x, distance, group: (
-            0 * x if distance % dist.get_world_size(group) else x.clone()
-        ),
-        "it has its own tensor": lambda x, distance, group: x.clone(),
-        "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
-        "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
-    },
-    _watch_shift,
-    ONLY_MESSAGES | {"bytes sent": "one message over the whole distance, and none where that is a whole turn"},
-    True,
-    "If all ranks begin with send, nobody receives: messages must be under way in both directions at once. Over a "
-    "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other.",
-    4.0,
-    {
-        "even ranks talk to even ranks": _even_ranks_first,
-        "would send to itself or receive from itself": lambda x, distance, group: (
+WRONG_SHIFT = {
+    "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
+        x, -distance, group
+    ),
+    "it has zeros: was the message waited for?": lambda x, distance, group: (
+        0 * x if distance % dist.get_world_size(group) else x.clone()
+    ),
+    "it has its own tensor": lambda x, distance, group: x.clone(),
+    "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
+    "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
+    "even ranks talk to even ranks": Stops(_even_ranks_first),
+    "would send to itself or receive from itself": Stops(
+        lambda x, distance, group: (
             shift(x, distance, group) if distance % dist.get_world_size(group) else recv(x, dist.get_rank(group), group)
-        ),
-    },
+        )
+    ),
+}
+SAYS_SHIFT = {"bytes sent": "one message over the whole distance, and none where that is a whole turn"}
+HANG_SHIFT = (
+    "If all ranks begin with send, nobody receives: messages must be under way in both directions at once. Over a "
+    "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other."
+)
+check_shift = Exercise(
+    shift, _distances, WRONG_SHIFT, _watch_shift, SAYS_SHIFT, right=_cut_open_once, ranks=HANG_SHIFT, seconds=4.0
 )
 
 
@@ -424,7 +391,7 @@ def doubling(x, group, distances=lambda size: [2**step for step in range(int(mat
     return total
 
 
-def _larger_sends_first(x, group):
+def _larger_first(x, group):
     rank, distance, total = dist.get_rank(group), dist.get_world_size(group) // 2, x
     while distance:
         partner = rank ^ distance
@@ -449,30 +416,22 @@ def _watch_doubling(answer, inputs):
     return seen | {"messages sent and received": seen.pop("collectives called"), "bytes sent": sent}
 
 
+WRONG_DOUBLING = {
+    "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
+    "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
+        x, group, running=False
+    ),
+    "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
+    "it has its own tensor": lambda x, group: x.clone(),
+    "log2 G exchanges are enough: a partner's running sum already has others in it": lambda x, group: doubling(
+        x, group, lambda size: range(1, size), running=False
+    ),
+    "few bytes but many steps are the ring; here each exchange carries the whole tensor": ring_all_reduce,
+}
+SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
+HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
 check_all_reduce_by_doubling = Exercise(
-    "check_all_reduce_by_doubling",
-    doubling,
-    _larger_sends_first,
-    _powers_of_two,
-    {
-        "the sum of the first pair alone; log2 G exchanges are needed": lambda x, group: doubling(
-            x, group, lambda size: [1]
-        ),
-        "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
-            x, group, running=False
-        ),
-        "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
-        "it has its own tensor": lambda x, group: x.clone(),
-        "log2 G exchanges are enough: a partner's running sum already has others in it": lambda x, group: doubling(
-            x, group, lambda size: range(1, size), running=False
-        ),
-        "few bytes but many steps are the ring; here each exchange carries the whole tensor": ring_all_reduce,
-    },
-    _watch_doubling,
-    ONLY_MESSAGES | {"messages sent and received": "in log2 G exchanges each rank sends and receives once"},
-    True,
-    "Two partners swap: one of them must begin with recv, or both messages must be under way at once.",
-    breaks={"arguments changed": lambda x, group: x.copy_(doubling(x, group))},
+    doubling, _powers_of_two, WRONG_DOUBLING, _watch_doubling, SAYS_DOUBLING, right=_larger_first, ranks=HANG_DOUBLING
 )
 
 
@@ -512,41 +471,32 @@ def _watch_levels(answer, num_nodes, ranks_per_node, length, seed):
     }
 
 
+WRONG_LEVELS = {
+    "it called a collective over the whole world; use only node_group and cross_group": lambda x, node, cross: (
+        all_reduce(x, dist.group.WORLD)
+    ),
+    "summed inside the node alone; nothing crossed between the nodes": lambda x, node, cross: all_gather(
+        reduce_scatter(x, node), node
+    ),
+    "summed across the nodes alone; other ranks of the node are missing": lambda x, node, cross: all_reduce(x, cross),
+    "one piece of the sum; at the end the node has to put its pieces together": lambda x, node, cross: all_reduce(
+        reduce_scatter(x, node), cross
+    ),
+    "averaged, not summed": lambda x, node, cross: two_levels(x, node, cross) / dist.get_world_size(),
+    "each number was summed once more over the node: finished sums need only be copied": (
+        lambda x, node, cross: all_reduce(two_levels(x, node, cross), node)
+    ),
+    "all of the tensor crossed; reduce-scatter in the node first, then one piece is enough": (
+        lambda x, node, cross: all_reduce(all_reduce(x, node), cross)
+    ),
+}
+SAYS_LEVELS = {
+    "bytes sent over the whole world": "use only node_group and cross_group",
+    "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
+    "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
+}
 check_all_reduce_in_two_levels = Exercise(
-    "check_all_reduce_in_two_levels",
-    two_levels,
-    _with_lists,
-    _nodes,
-    {
-        "it called a collective over the whole world; use only node_group and cross_group": lambda x, node, cross: (
-            all_reduce(x, dist.group.WORLD)
-        ),
-        "summed inside the node alone; nothing crossed between the nodes": lambda x, node, cross: all_gather(
-            reduce_scatter(x, node), node
-        ),
-        "summed across the nodes alone; the other ranks of the node are missing": lambda x, node, cross: all_reduce(
-            x, cross
-        ),
-        "one piece of the sum; at the end the node has to put its pieces together": lambda x, node, cross: all_reduce(
-            reduce_scatter(x, node), cross
-        ),
-        "averaged, not summed": lambda x, node, cross: two_levels(x, node, cross) / dist.get_world_size(),
-        "each number was summed once more over the node: finished sums need only be copied": (
-            lambda x, node, cross: all_reduce(two_levels(x, node, cross), node)
-        ),
-        "all of the tensor crossed; reduce-scatter in the node first, then one piece is enough": (
-            lambda x, node, cross: all_reduce(all_reduce(x, node), cross)
-        ),
-    },
-    _watch_levels,
-    {
-        "bytes sent over the whole world": "use only node_group and cross_group",
-        "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
-        "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
-        "arguments changed": ONLY_MESSAGES["arguments changed"],
-    },
-    True,
-    SAME_CALLS,
+    two_levels, _nodes, WRONG_LEVELS, _watch_levels, SAYS_LEVELS, right=_with_lists, ranks=True
 )
 
 

@@ -6,10 +6,5 @@ tracker.py              a memory tracker, held to PyTorch's
 """
 
 from course_lib.checks.ch01.fitting import check_first_failure, check_largest_micro_batch
-from course_lib.checks.ch01.single_gpu_memory import (
-    check_mfu,
-    check_mlp_kept_bytes,
-    check_state_bytes,
-    check_swiglu,
-)
+from course_lib.checks.ch01.single_gpu_memory import check_mfu, check_mlp_kept_bytes, check_state_bytes, check_swiglu
 from course_lib.checks.ch01.tracker import check_tracker

@@ -1,6 +1,5 @@
 """Tables of chapter 01: what fits into a memory, by its budget and by its fragmentation."""
 
-import itertools
 import math
 import random
 from dataclasses import replace
@@ -17,21 +16,6 @@ def largest_micro_batch(config, seq_len, recipe, memory_bytes, needed="total_byt
     while getattr(budget(config, batch + 1, seq_len, recipe), needed) <= memory_bytes and batch < 10_000:
         batch += 1
     return batch
-
-
-def _by_doubling(config, seq_len, recipe, memory_bytes):
-    def fits(size):
-        return budget(config, size, seq_len, recipe).total_bytes <= memory_bytes
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _memories(rng: random.Random) -> list[tuple]:
@@ -56,30 +40,25 @@ def _without_logits(config, seq_len, recipe, memory_bytes):
     return max(0, (memory_bytes - one.states_bytes - sum(one.overheads.values())) // one.activations)
 
 
-check_largest_micro_batch = Exercise(
-    "check_largest_micro_batch",
-    largest_micro_batch,
-    _by_doubling,
-    _memories,
-    {
-        "as if everything grew with the batch: parameters, gradients and optimizer states are there once": (
-            lambda *case: case[-1] // budget(case[0], 1, *case[1:3]).total_bytes
-        ),
-        "one too many: it is the first that does not fit": lambda *case: largest_micro_batch(*case) + 1,
-        "one sequence too few: what fits exactly does fit": lambda *case: max(0, largest_micro_batch(*case) - 1),
-        "at least 1 is returned, also where the states alone do not fit; return 0 there": lambda *case: max(
-            1, largest_micro_batch(*case)
-        ),
-        "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: (
-            largest_micro_batch(*case, needed="peak_bytes")
-        ),
-        "the whole memory is given to activations: the states lie there too": _without_states,
-        "logits and temporary bytes grow with the batch as well": _without_logits,
-        "only powers of two are tried": lambda *case: (
-            2 ** int(math.log2(largest_micro_batch(*case))) if largest_micro_batch(*case) else 0
-        ),
-    },
-)
+WRONG_LARGEST = {
+    "as if everything grew with the batch: parameters, gradients and optimizer states are there once": (
+        lambda *case: case[-1] // budget(case[0], 1, *case[1:3]).total_bytes
+    ),
+    "one too many: it is the first that does not fit": lambda *case: largest_micro_batch(*case) + 1,
+    "one sequence too few: what fits exactly does fit": lambda *case: max(0, largest_micro_batch(*case) - 1),
+    "at least 1 is returned, also where the states alone do not fit; return 0 there": lambda *case: max(
+        1, largest_micro_batch(*case)
+    ),
+    "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: largest_micro_batch(
+        *case, needed="peak_bytes"
+    ),
+    "the whole memory is given to activations: the states lie there too": _without_states,
+    "logits and temporary bytes grow with the batch as well": _without_logits,
+    "only powers of two are tried": lambda *case: (
+        2 ** int(math.log2(largest_micro_batch(*case))) if largest_micro_batch(*case) else 0
+    ),
+}
+check_largest_micro_batch = Exercise(largest_micro_batch, _memories, WRONG_LARGEST)
 
 
 # ------------------------------------------------------------------------------------ 6. first fit
@@ -114,21 +93,6 @@ def _with_free_block(free_blocks, freed, merge):
     return joined
 
 
-def _of_gaps(events, capacity):
-    placed = {}
-    for index, (kind, name, *size) in enumerate(events):
-        if kind == "free":
-            placed.pop(name)
-            continue
-        edges = [(0, 0), *sorted(placed.values()), (capacity, capacity)]
-        gaps = [(left, right - left) for (_, left), (right, _) in itertools.pairwise(edges)]
-        start = next((start for start, length in gaps if length >= size[0]), None)
-        if start is None:
-            return [index, sum(length for _, length in gaps)]
-        placed[name] = (start, start + size[0])
-    return None
-
-
 def _events(rng: random.Random) -> list[tuple]:
     cases = []
     for _ in range(60):
@@ -159,23 +123,16 @@ def _best(free_blocks):
     return min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))
 
 
-check_first_failure = Exercise(
-    "check_first_failure",
-    first_failure,
-    _of_gaps,
-    _events,
-    {
-        "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": (
-            _only_the_sum
-        ),
-        "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
-            lambda *case: first_failure(*case, merge=False)
-        ),
-        "this is best fit (the smallest free block that is large enough); first fit takes the lowest address": (
-            lambda *case: first_failure(*case, choose=_best)
-        ),
-        "this takes the highest address; first fit takes the lowest": lambda *case: first_failure(*case, choose=max),
-        "return the number of the event and the free bytes in all": lambda *case: (first_failure(*case) or [None])[0],
-    },
-    says={"the result": lambda events, capacity: f"{events} in {capacity} bytes"},
-)
+WRONG_FAILURE = {
+    "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
+    "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
+        lambda *case: first_failure(*case, merge=False)
+    ),
+    "this is best fit (the smallest free block that is large enough); first fit takes the lowest address": (
+        lambda *case: first_failure(*case, choose=_best)
+    ),
+    "this takes the highest address; first fit takes the lowest": lambda *case: first_failure(*case, choose=max),
+    "return the number of the event and the free bytes in all": lambda *case: (first_failure(*case) or [None])[0],
+}
+SAYS_FAILURE = {"the result": lambda events, capacity: f"{events} in {capacity} bytes"}
+check_first_failure = Exercise(first_failure, _events, WRONG_FAILURE, says=SAYS_FAILURE)

@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import copied
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
@@ -32,14 +33,6 @@ def share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, flo
     return flops_of(config, seq_len) * tokens_per_s / (num_gpus * peak_flops_per_s)
 
 
-def _from_shapes(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s):
-    D, H = config.d_model, config.head_dim
-    block = 2 * D * H * (config.num_heads + config.num_kv_heads) + 3 * D * config.d_ff
-    forward = 2 * (config.num_layers * block + config.vocab_size * D)
-    forward += config.num_layers * 2 * 2 * config.num_heads * H * seq_len
-    return tokens_per_s / (num_gpus * peak_flops_per_s / (3 * forward))
-
-
 def _logs(rng: random.Random) -> list[tuple]:
     cases = []
     for tied in (False, True):
@@ -60,29 +53,24 @@ def _with_flops(per_weight=6, attention=3.0, times=1.0, table=0) -> Callable:
     return lambda *case: share_of_peak(*case, flops_of)
 
 
-check_mfu = Exercise(
-    "check_mfu",
-    share_of_peak,
-    _from_shapes,
-    _logs,
-    {
-        "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(table=1),
-        "attention is missing: 12 L N H S FLOPs per token": _with_flops(attention=0),
-        "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(attention=1),
-        "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": (
-            _with_flops(attention=1.5)
-        ),
-        "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(8),
-        "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(times=4 / 3),
-        "these are the FLOPs of forward; backward costs twice as many again": _with_flops(times=1 / 3),
-        "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
-            share_of_peak(config, seq_len, speed, 1, peak)
-        ),
-        "return a share, not percent": _with_flops(times=100),
-    },
-    says={"the result": "return one number, a share between 0 and 1"},
-    breaks={"return one number": lambda *case: f"{share_of_peak(*case):.1%}"},
-)
+WRONG_MFU = {
+    "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(table=1),
+    "attention is missing: 12 L N H S FLOPs per token": _with_flops(attention=0),
+    "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(attention=1),
+    "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": (
+        _with_flops(attention=1.5)
+    ),
+    "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(8),
+    "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(times=4 / 3),
+    "these are the FLOPs of forward; backward costs twice as many again": _with_flops(times=1 / 3),
+    "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
+        share_of_peak(config, seq_len, speed, 1, peak)
+    ),
+    "return a share, not percent": _with_flops(times=100),
+    "return one number": Stops(lambda *case: f"{share_of_peak(*case):.1%}"),
+}
+SAYS_MFU = {"the result": "return one number, a share between 0 and 1"}
+check_mfu = Exercise(share_of_peak, _logs, WRONG_MFU, says=SAYS_MFU)
 
 
 # ------------------------------------------------------------------------------------ 2. states
@@ -98,14 +86,6 @@ def state_bytes(model, recipe, resident=None, gradients=None, optimizer=None, ma
     return resident * recipe.param_bytes, gradients * recipe.grad_bytes, optimizer * of_state
 
 
-def _by_difference(model, recipe):
-    everything = sum(param.numel() for param in model.parameters())
-    trained = everything - sum(param.numel() for param in model.parameters() if not param.requires_grad)
-    gradients = trained * recipe.grad_bytes
-    states = trained * (recipe.bytes_per_param - recipe.param_bytes) - gradients
-    return [everything * recipe.param_bytes, gradients, states]
-
-
 def _watch_states(answer, config, recipe):
     model = build(config, device="meta")
     model.embed.requires_grad_(False)
@@ -113,34 +93,31 @@ def _watch_states(answer, config, recipe):
     return {"what you return, with the embedding and the first block frozen,": answer(model, RECIPES[recipe])}
 
 
-def _wrong_states(**counts) -> Callable:
-    return lambda model, recipe: state_bytes(model, recipe, **counts)
-
-
+wrong = partial(partial, state_bytes)
+WRONG_STATES = {
+    "a frozen parameter has no gradient and no optimizer state": wrong(gradients="all", optimizer="all"),
+    "a frozen parameter is still there: forward needs it": wrong(resident="trained"),
+    "the optimizer's part lacks the FP32 master parameters": wrong(masters=False),
+    "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
+        model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
+    ),
+    "frozen parameters have no gradient, and no optimizer state either": wrong(optimizer="all"),
+    "return three numbers": Stops(lambda model, recipe: sum(state_bytes(model, recipe))),
+}
+SAYS_STATES = {
+    "what you return, with the embedding and the first block frozen,": (
+        "return three numbers: bytes of parameters, gradients, optimizer states"
+    )
+}
 check_state_bytes = Exercise(
-    "check_state_bytes",
     state_bytes,
-    _by_difference,
     lambda rng: [
         (random_llama(rng, tied=True), name)
         for name in rng.sample([name for name, recipe in RECIPES.items() if recipe.master_bytes], 3)
     ],
-    {
-        "a frozen parameter has no gradient and no optimizer state": _wrong_states(gradients="all", optimizer="all"),
-        "a frozen parameter is still there: forward needs it": _wrong_states(resident="trained"),
-        "the optimizer's part lacks the FP32 master parameters": _wrong_states(masters=False),
-        "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
-            model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
-        ),
-        "frozen parameters have no gradient, and no optimizer state either": _wrong_states(optimizer="all"),
-    },
+    WRONG_STATES,
     _watch_states,
-    {
-        "what you return, with the embedding and the first block frozen,": (
-            "return three numbers: bytes of parameters, gradients, optimizer states"
-        )
-    },
-    breaks={"return three numbers": lambda model, recipe: sum(state_bytes(model, recipe))},
+    SAYS_STATES,
 )
 
 
@@ -174,32 +151,20 @@ def _mlps(rng: random.Random) -> list[tuple]:
     ]
 
 
-def _wrong_mlp(**change) -> Callable:
-    return lambda *case: mlp_bytes(*case, **change)
-
-
-check_mlp_kept_bytes = Exercise(
-    "check_mlp_kept_bytes",
-    measured_on_an_mlp,
-    mlp_bytes,
-    _mlps,
-    {
-        "relu needs no input in backward: its output says where it was above 0, and down keeps that output anyway": (
-            _wrong_mlp(relu=2)
-        ),
-        "SwiGLU keeps four wide tensors: the input of silu, both factors of the product, and the input of down": (
-            _wrong_mlp(swiglu=3)
-        ),
-        "the MLP's own input is missing: gate and up keep it": _wrong_mlp(narrow=0),
-        "the MLP's output is counted, but no derivative inside needs it": _wrong_mlp(narrow=2),
-        "gate and up share one input: one storage, counted once": lambda kind, *case: mlp_bytes(
-            kind, *case, narrow=2 if kind == "swiglu" else 1
-        ),
-        "the weights are counted: they are parameters, there with or without a batch": _wrong_mlp(weights=1),
-        "these are numbers, not bytes": lambda *case: mlp_bytes(*case[:-1], 1),
-        "every number is counted with 4 bytes, also in BF16": lambda *case: mlp_bytes(*case[:-1], 4),
-    },
-)
+wrong = partial(partial, mlp_bytes)
+WRONG_MLP = {
+    "relu needs no input in backward: its output says where it was above 0, and down keeps that anyway": wrong(relu=2),
+    "SwiGLU keeps four wide tensors: silu's input, both factors of the product, and the input of down": wrong(swiglu=3),
+    "the MLP's own input is missing: gate and up keep it": wrong(narrow=0),
+    "the MLP's output is counted, but no derivative inside needs it": wrong(narrow=2),
+    "gate and up share one input: one storage, counted once": lambda kind, *case: mlp_bytes(
+        kind, *case, narrow=2 if kind == "swiglu" else 1
+    ),
+    "the weights are counted: they are parameters, there with or without a batch": wrong(weights=1),
+    "these are numbers, not bytes": lambda *case: mlp_bytes(*case[:-1], 1),
+    "every number is counted with 4 bytes, also in BF16": lambda *case: mlp_bytes(*case[:-1], 4),
+}
+check_mlp_kept_bytes = Exercise(measured_on_an_mlp, _mlps, WRONG_MLP)
 
 
 # ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
@@ -258,29 +223,23 @@ def _activations(rng: random.Random) -> list[tuple]:
     return [tuple(numbers(rng, *shape) for _ in range(3))]
 
 
-check_swiglu = Exercise(
-    "check_swiglu",
-    _function(),
-    _checkpointed,
-    _activations,
-    {
-        "this is sigmoid(gate) * up": lambda gate, up: gate.sigmoid() * up,
-        "between your inputs and your output the graph is cut": lambda gate, up: F.silu(gate.detach()) * up.detach(),
-        "this is the gradient of up: return them in the order of forward's inputs": _function(
-            lambda grad, g, u, s: (grad * g * s, grad * u * _slope(g, s))
-        ),
-        "the slope of silu is not sigmoid(gate): g * sigmoid(g) is a product": _function(
-            lambda grad, g, u, s: (grad * u * s, grad * g * s)
-        ),
-        "the factor up is missing": _function(lambda grad, g, u, s: (grad * _slope(g, s), grad * g * s)),
-        "what came from behind (grad_output) is missing": _function(lambda grad, g, u, s: (u * _slope(g, s), g * s)),
-        "this is the plain gate, not silu(gate)": _function(lambda grad, g, u, s: (grad * u * _slope(g, s), grad * g)),
-        "use ctx.save_for_backward for gate and up, not ctx itself": _function(on_ctx=True),
-        "gate and up are enough: compute the others again in backward": lambda gate, up: F.silu(gate) * up,
-    },
-    _watch_swiglu,
-    {
-        "gate and up got a gradient": "backward returns one for each input of forward",
-        "tensors that autograd keeps": "keep gate and up, and compute the others again in backward",
-    },
-)
+WRONG_SWIGLU = {
+    "this is sigmoid(gate) * up": lambda gate, up: gate.sigmoid() * up,
+    "between your inputs and your output the graph is cut": lambda gate, up: F.silu(gate.detach()) * up.detach(),
+    "this is the gradient of up: return them in the order of forward's inputs": _function(
+        lambda grad, g, u, s: (grad * g * s, grad * u * _slope(g, s))
+    ),
+    "the slope of silu is not sigmoid(gate): g * sigmoid(g) is a product": _function(
+        lambda grad, g, u, s: (grad * u * s, grad * g * s)
+    ),
+    "the factor up is missing": _function(lambda grad, g, u, s: (grad * _slope(g, s), grad * g * s)),
+    "what came from behind (grad_output) is missing": _function(lambda grad, g, u, s: (u * _slope(g, s), g * s)),
+    "this is the plain gate, not silu(gate)": _function(lambda grad, g, u, s: (grad * u * _slope(g, s), grad * g)),
+    "use ctx.save_for_backward for gate and up, not ctx itself": _function(on_ctx=True),
+    "gate and up are enough: compute the others again in backward": lambda gate, up: F.silu(gate) * up,
+}
+SAYS_SWIGLU = {
+    "gate and up got a gradient": "backward returns one for each input of forward",
+    "tensors that autograd keeps": "keep gate and up, and compute the others again in backward",
+}
+check_swiglu = Exercise(_function(), _activations, WRONG_SWIGLU, _watch_swiglu, SAYS_SWIGLU, right=_checkpointed)

@@ -216,27 +216,17 @@ SAYS = {
     "now_bytes where others were freed": (
         "a new storage may have the address of one that was freed: forget an address when it is freed"
     ),
-    "peak of a training step": (
-        "does a view of a view, a result inside a tuple or a list, or a freed gradient go wrong?"
-    ),
+    "peak of a training step": ("does a view of a view, a result in a tuple or a list, or a freed gradient go wrong?"),
 }
-check_tracker = Exercise(
-    "check_tracker",
-    Tracker,
-    _LooksWhenAsked,
-    _scenes,
-    {},
-    _watch,
-    SAYS,
-    breaks={
-        SAYS["kind of number"]: _Megabytes,
-        SAYS["now_bytes of what is given"]: _EveryTensor,
-        SAYS["now_bytes after a sort"]: _OnlyTheFirst,
-        SAYS["now_bytes after views"]: _ViewsOfOperators,
-        SAYS["now_bytes of a slice"]: _WhatIsShown,
-        SAYS["a freed storage is alive"]: _HoldsThem,
-        SAYS["now_bytes after a release"]: _DropsTheReference,
-        SAYS["peak_bytes after a release"]: _ForgetsThePeak,
-        SAYS["now_bytes where others were freed"]: _OldAddresses,
-    },
-)
+WRONG = {
+    SAYS["kind of number"]: _Megabytes,
+    SAYS["now_bytes of what is given"]: _EveryTensor,
+    SAYS["now_bytes after a sort"]: _OnlyTheFirst,
+    SAYS["now_bytes after views"]: _ViewsOfOperators,
+    SAYS["now_bytes of a slice"]: _WhatIsShown,
+    SAYS["a freed storage is alive"]: _HoldsThem,
+    SAYS["now_bytes after a release"]: _DropsTheReference,
+    SAYS["peak_bytes after a release"]: _ForgetsThePeak,
+    SAYS["now_bytes where others were freed"]: _OldAddresses,
+}
+check_tracker = Exercise(Tracker, _scenes, WRONG, _watch, SAYS, right=_LooksWhenAsked)

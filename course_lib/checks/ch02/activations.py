@@ -3,8 +3,8 @@
 import itertools
 import math
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost, copied
 from course_lib.measure import MemoryTracker
 from course_lib.minimal.recompute import autocast_as_now
@@ -143,40 +143,33 @@ def _watch_block(answer, seed, draws, width, x, grad):
     }
 
 
-def _wrong_recompute(*how: str) -> Callable:
-    return lambda block, x: recompute(block, x, how)
-
-
+wrong = partial(partial, recompute)
+WRONG_TWICE = {
+    "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
+    "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
+    "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
+    "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
+        block, x, *block.parameters()
+    ),
+    "what is inside the block must not be recorded in forward": [wrong(how="keeps more")],
+    "the input got no gradient; backward returns it, after running the block on an input that requires one": (
+        wrong(how="no input")
+    ),
+    "the block's parameters got no gradient: the second run must reach them": wrong(how="no parameters"),
+    "did dropout draw other numbers in the second run? Store the state of the generator (torch.get_rng_state) "
+    "before the first, and set it before the second": wrong(how="draws anew"),
+    "autocast is off in backward, so the second run is in float32; store its settings (torch.is_autocast_enabled, "
+    "torch.get_autocast_dtype) before the first run, and set them for the second": wrong(how="no autocast"),
+    "after backward the random number generator is elsewhere than without recomputation, so all that follows "
+    "changes; put back the state that backward found": wrong(how="leaves the generator"),
+    "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
+}
+SAYS_TWICE = {
+    "times that the block ran": "once in forward and once more in backward is right",
+    "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
+}
 check_recompute = Exercise(
-    "check_recompute",
-    recompute,
-    _hooks_of_saved_tensors,
-    _inputs_of_a_block,
-    {
-        "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
-        "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
-        "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
-        "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
-            block, x, *block.parameters()
-        ),
-        "what is inside the block must not be recorded in forward": [_wrong_recompute("keeps more")],
-        "the input got no gradient; backward returns it, after running the block on an input that requires one": (
-            _wrong_recompute("no input")
-        ),
-        "the block's parameters got no gradient: the second run must reach them": _wrong_recompute("no parameters"),
-        "did dropout draw other numbers in the second run? Store the state of the generator (torch.get_rng_state) "
-        "before the first, and set it before the second": _wrong_recompute("draws anew"),
-        "autocast is off in backward, so the second run is in float32; store its settings (torch.is_autocast_enabled, "
-        "torch.get_autocast_dtype) before the first run, and set them for the second": _wrong_recompute("no autocast"),
-        "after backward the random number generator is elsewhere than without recomputation, so all that follows "
-        "changes; put back the state that backward found": _wrong_recompute("leaves the generator"),
-        "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
-    },
-    _watch_block,
-    {
-        "times that the block ran": "once in forward and once more in backward is right",
-        "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
-    },
+    recompute, _inputs_of_a_block, WRONG_TWICE, _watch_block, SAYS_TWICE, right=_hooks_of_saved_tensors
 )
 
 
@@ -278,37 +271,28 @@ def _watch_attention(answer, q, k, v, window, block):
     }
 
 
-def _wrong_attention(wrong: str) -> Callable:
-    return lambda *given: windowed_attention(*given, wrong)
-
-
+_windowed = partial(partial, windowed_attention)
+WRONG_WINDOW = {
+    "the window is one key too wide: a query sees itself and window - 1 keys before it": _windowed(wrong="one more"),
+    "there is no window: a query sees the last `window` keys only, itself included": _windowed(wrong="no window"),
+    "query head n reads key/value head n // (N / K), and yours n % K": _windowed(wrong="heads"),
+    "the scores are not divided by the square root of the head size": _windowed(wrong="root"),
+    "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": _windowed(
+        wrong="never shrunk"
+    ),
+    "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in its "
+    "first block, so that minus infinity is taken off minus infinity?": _windowed(wrong="oldest first"),
+    "the largest score of each row: add the logarithm of the sum": _windowed(wrong="only the maximum"),
+    "the logarithm of the sum relative to the maximum: add the maximum": _windowed(wrong="relative"),
+    "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
+    "leave out blocks behind the window and after the diagonal": _windowed(wrong="all blocks"),
+    "return two tensors": Stops(lambda *given: windowed_attention(*given)[0]),
+}
+SAYS_WINDOW = {
+    "the log-sum-exp": "return two tensors: the output and the log-sum-exp of each row",
+    "bytes of the largest tensor": "no tensor may be larger than both the queries and the scores of one block",
+    "FLOPs of the products": "leave out blocks behind the window and after the diagonal",
+}
 check_windowed_attention = Exercise(
-    "check_windowed_attention",
-    windowed_attention,
-    _merges_finished_blocks,
-    _windows,
-    {
-        "the window is one key too wide: a query sees itself and window - 1 keys before it": _wrong_attention(
-            "one more"
-        ),
-        "there is no window: a query sees the last `window` keys only, itself included": _wrong_attention("no window"),
-        "query head n reads key/value head n // (N / K), and yours n % K": _wrong_attention("heads"),
-        "the scores are not divided by the square root of the head size": _wrong_attention("root"),
-        "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": _wrong_attention(
-            "never shrunk"
-        ),
-        "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in its "
-        "first block, so that minus infinity is taken off minus infinity?": _wrong_attention("oldest first"),
-        "the largest score of each row: add the logarithm of the sum": _wrong_attention("only the maximum"),
-        "the logarithm of the sum relative to the maximum: add the maximum": _wrong_attention("relative"),
-        "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
-        "leave out blocks behind the window and after the diagonal": _wrong_attention("all blocks"),
-    },
-    _watch_attention,
-    {
-        "the log-sum-exp": "return two tensors: the output and the log-sum-exp of each row",
-        "bytes of the largest tensor": "no tensor may be larger than both the queries and the scores of one block",
-        "FLOPs of the products": "leave out blocks behind the window and after the diagonal",
-    },
-    breaks={"return two tensors": lambda *given: windowed_attention(*given)[0]},
+    windowed_attention, _windows, WRONG_WINDOW, _watch_attention, SAYS_WINDOW, right=_merges_finished_blocks
 )

@@ -1,6 +1,5 @@
 """Tables of chapter 02 whose answers are arithmetic: LoRA's bytes, MFU and HFU, the first step that fits."""
 
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,52 +18,31 @@ def merged_weight(weight, lora_a, lora_b, alpha, over=None):
     return weight + alpha / (len(lora_a) if over is None else over) * (lora_b @ lora_a)
 
 
-def _rank_by_rank(weight, lora_a, lora_b, alpha):
-    merged = weight.clone()
-    for row, column in zip(lora_a, lora_b.T, strict=True):
-        merged += alpha / lora_b.shape[1] * column[:, None] * row
-    return merged
-
-
 def _adapters(rng: random.Random) -> list[tuple]:
     rank, d_out = rng.randrange(2, 4), rng.randrange(5, 8)
     shapes = ((d_out, d_out), (rank, d_out), (d_out, rank))  # square, so that a swapped product has the right shape
     return [(*(numbers(rng, *shape) for shape in shapes), float(rng.randrange(8, 12)))]  # alpha is unlike d_out
 
 
-check_merged_weight = Exercise(
-    "check_merged_weight",
-    merged_weight,
-    _rank_by_rank,
-    _adapters,
-    {
-        "alpha was not divided by the rank": lambda *given: merged_weight(*given, over=1),
-        "alpha was divided by d_in, the width; divide it by the rank": lambda weight, *given: merged_weight(
-            weight, *given, over=weight.shape[1]
-        ),
-        "the product was not scaled by alpha / rank": lambda *given: merged_weight(*given, over=given[-1]),
-        "the product is transposed: it is B A": lambda weight, *given: merged_weight(weight.t(), *given).t(),
-        "the adapter alone: the frozen weight is missing": lambda weight, *given: merged_weight(0 * weight, *given),
-        "your function changed the frozen weight; return a new tensor, so that the adapter can still be taken off": (
-            lambda weight, *given: weight.copy_(merged_weight(weight, *given))
-        ),
-    },
-)
+WRONG_MERGED = {
+    "alpha was not divided by the rank": lambda *given: merged_weight(*given, over=1),
+    "alpha was divided by d_in, the width; divide it by the rank": lambda weight, *given: merged_weight(
+        weight, *given, over=weight.shape[1]
+    ),
+    "the product was not scaled by alpha / rank": lambda *given: merged_weight(*given, over=given[-1]),
+    "the product is transposed: it is B A": lambda weight, *given: merged_weight(weight.t(), *given).t(),
+    "the adapter alone: the frozen weight is missing": lambda weight, *given: merged_weight(0 * weight, *given),
+    "your function changed the frozen weight; return a new tensor, so that the adapter can still be taken off": (
+        lambda weight, *given: weight.copy_(merged_weight(weight, *given))
+    ),
+}
+check_merged_weight = Exercise(merged_weight, _adapters, WRONG_MERGED)
 
 
 def lora_bytes(shapes, targets, rank, frozen=2, trained=16):
     """Bytes of all states of a bf16 model with FP32 master weights that is fine-tuned by LoRA."""
     base = sum(rows * columns for rows, columns in shapes.values())
     return frozen * base + trained * sum(rank * sum(shapes[name]) for name in targets)
-
-
-def _matrix_by_matrix(shapes, targets, rank):
-    total = 0
-    for name, (d_out, d_in) in shapes.items():
-        total += 2 * d_out * d_in
-        if name in targets:
-            total += 16 * (rank * d_in) + 16 * (d_out * rank)
-    return total
 
 
 def _matrices(rng: random.Random) -> list[tuple]:
@@ -80,34 +58,24 @@ def _of_adapters(count: Callable[[int, int], int]) -> Callable:
     )
 
 
-check_lora_bytes = Exercise(
-    "check_lora_bytes",
-    lora_bytes,
-    _matrix_by_matrix,
-    _matrices,
-    {
-        "the frozen weights are missing: they stay resident, 2 bytes each": lambda *case: lora_bytes(*case, frozen=0),
-        "every weight was counted as trained": lambda *case: lora_bytes(*case, frozen=16),
-        "frozen weights have no gradients": lambda *case: lora_bytes(*case, frozen=4),
-        "an adapter has rank (d_in + d_out) numbers, not rank d_in d_out": _of_adapters(
-            lambda rows, columns: rows * columns
-        ),
-        "each adapter has two matrices, and one is missing": [
-            _of_adapters(lambda rows, columns: columns),
-            _of_adapters(lambda rows, columns: rows),
-        ],
-        "the adapters need gradients, master weights and moments too": lambda *case: lora_bytes(*case, trained=2),
-        "the adapters' FP32 master weights are missing": lambda *case: lora_bytes(*case, trained=12),
-        "adapters stand beside the targets only": lambda shapes, targets, rank: lora_bytes(shapes, shapes, rank),
-        "2 bytes are missing: an adapter has weights and gradients in bf16": lambda *case: lora_bytes(
-            *case, trained=14
-        ),
-        "the targets' own matrices are missing: they stay too, frozen": lambda shapes, targets, rank: (
-            lora_bytes(shapes, targets, rank) - lora_bytes({name: shapes[name] for name in targets}, (), rank)
-        ),
-    },
-    says={"the result": "count what each weight keeps"},
-)
+WRONG_LORA = {
+    "the frozen weights are missing: they stay resident, 2 bytes each": lambda *case: lora_bytes(*case, frozen=0),
+    "every weight was counted as trained": lambda *case: lora_bytes(*case, frozen=16),
+    "frozen weights have no gradients": lambda *case: lora_bytes(*case, frozen=4),
+    "an adapter has rank (d_in + d_out) numbers, not rank d_in d_out": _of_adapters(lambda rows, cols: rows * cols),
+    "each adapter has two matrices, and one is missing": [
+        _of_adapters(lambda rows, columns: columns),
+        _of_adapters(lambda rows, columns: rows),
+    ],
+    "the adapters need gradients, master weights and moments too": lambda *case: lora_bytes(*case, trained=2),
+    "the adapters' FP32 master weights are missing": lambda *case: lora_bytes(*case, trained=12),
+    "adapters stand beside the targets only": lambda shapes, targets, rank: lora_bytes(shapes, shapes, rank),
+    "2 bytes are missing: an adapter has weights and gradients in bf16": lambda *case: lora_bytes(*case, trained=14),
+    "the targets' own matrices are missing: they stay too, frozen": lambda shapes, targets, rank: (
+        lora_bytes(shapes, targets, rank) - lora_bytes({name: shapes[name] for name in targets}, (), rank)
+    ),
+}
+check_lora_bytes = Exercise(lora_bytes, _matrices, WRONG_LORA, says={"the result": "count what each weight keeps"})
 
 
 # ------------------------------------------------------------------------------------ 6. utilisation
@@ -115,12 +83,6 @@ def utilisation(config, seq_len, tokens, seconds, gpus, peak, recompute):
     """MFU and HFU of a run, as shares from 0 to 1."""
     could = seconds * gpus * peak
     return tokens * flops_per_token(config, seq_len) / could, step_flops(config, tokens, seq_len, recompute) / could
-
-
-def _by_seconds(config, seq_len, tokens, seconds, gpus, peak, recompute):
-    """The seconds that a step would take at the peak, over those that it took."""
-    modes = ("none", recompute)
-    return [step_flops(config, tokens, seq_len, mode) / (gpus * peak) / seconds for mode in modes]
 
 
 def _runs(rng: random.Random) -> list[tuple]:
@@ -135,25 +97,19 @@ def _forward_alone(config, seq_len, tokens, seconds, gpus, peak, recompute):
     return forward, forward + (forward - head if recompute == "full" else 0)
 
 
-check_utilisation = Exercise(
-    "check_utilisation",
-    utilisation,
-    _by_seconds,
-    _runs,
-    {
-        "the two are swapped: HFU is the larger one": lambda *run: utilisation(*run)[::-1],
-        "MFU counts what the model needs: recomputation is not a part of it": lambda *run: (utilisation(*run)[1],) * 2,
-        "HFU counts what was executed: the second forward is missing": lambda *run: (utilisation(*run)[0],) * 2,
-        "the peak is that of one GPU, and there are several": lambda *run: utilisation(*run[:4], 1, *run[5:]),
-        "divide by the seconds too": lambda *run: utilisation(*run[:3], 1, *run[4:]),
-        "in percent; the course's shares go from 0 to 1": lambda *run: [100 * share for share in utilisation(*run)],
-        "only forward was counted: backward costs twice as much again": _forward_alone,
-        "the head was counted as recomputed: only the layers run twice": lambda *run: [
-            utilisation(*run)[0] * times for times in (1, 4 / 3 if run[-1] == "full" else 1)
-        ],
-    },
-    says={"the result": "return two numbers, MFU and HFU"},
-)
+WRONG_MFU = {
+    "the two are swapped: HFU is the larger one": lambda *run: utilisation(*run)[::-1],
+    "MFU counts what the model needs: recomputation is not a part of it": lambda *run: (utilisation(*run)[1],) * 2,
+    "HFU counts what was executed: the second forward is missing": lambda *run: (utilisation(*run)[0],) * 2,
+    "the peak is that of one GPU, and there are several": lambda *run: utilisation(*run[:4], 1, *run[5:]),
+    "divide by the seconds too": lambda *run: utilisation(*run[:3], 1, *run[4:]),
+    "in percent; the course's shares go from 0 to 1": lambda *run: [100 * share for share in utilisation(*run)],
+    "only forward was counted: backward costs twice as much again": _forward_alone,
+    "the head was counted as recomputed: only the layers run twice": lambda *run: [
+        utilisation(*run)[0] * times for times in (1, 4 / 3 if run[-1] == "full" else 1)
+    ],
+}
+check_utilisation = Exercise(utilisation, _runs, WRONG_MFU, says={"the result": "return two numbers, MFU and HFU"})
 
 
 # ------------------------------------------------------------------------------------ 7. the ladder
@@ -182,15 +138,6 @@ def first_fit(config, batch_size, seq_len, ladder_steps, limit, **how):
     return next((name for name, needed in steps if needed <= limit), None)
 
 
-def _accumulated(config, batch_size, seq_len, ladder_steps, limit_bytes):
-    settings = itertools.accumulate((changes for _, changes in ladder_steps), lambda before, new: {**before, **new})
-    for (name, _), options in zip(ladder_steps, settings, strict=True):
-        rows = batch_size // options.get("micro_batches", 1)
-        if budget(config, rows, seq_len, **options).total_bytes <= limit_bytes:
-            return name
-    return None
-
-
 def _limits(rng: random.Random) -> list[tuple]:
     """Too little for all, to the byte enough for each step, more than enough for the first."""
     config = replace(preset("llama-3.2-1b"), num_layers=rng.randrange(12, 20))
@@ -200,19 +147,14 @@ def _limits(rng: random.Random) -> list[tuple]:
     return [(*setting, limit) for limit in limits]
 
 
-check_first_fit = Exercise(
-    "check_first_fit",
-    first_fit,
-    _accumulated,
-    _limits,
-    {
-        "each step was tried alone; it adds to the steps above it": lambda *case: first_fit(*case, before=LADDER[0][1]),
-        "the changes of the steps above were not kept": lambda *case: first_fit(*case, before={}),
-        "a micro-batch has batch_size // micro_batches rows": lambda *case: first_fit(*case, divided=False),
-        "the last step that fits costs most; the first is asked for": lambda *case: next(
-            (name for name, needed in reversed(list(_steps(*case[:-1]))) if needed <= case[-1]), None
-        ),
-        "what needs exactly the limit fits": lambda *case: first_fit(*case[:-1], case[-1] - 1),
-        "where no step fits, return None": lambda *case: first_fit(*case) or LADDER[-1][0],
-    },
-)
+WRONG_LADDER = {
+    "each step was tried alone; it adds to the steps above it": lambda *case: first_fit(*case, before=LADDER[0][1]),
+    "the changes of the steps above were not kept": lambda *case: first_fit(*case, before={}),
+    "a micro-batch has batch_size // micro_batches rows": lambda *case: first_fit(*case, divided=False),
+    "the last step that fits costs most; the first is asked for": lambda *case: next(
+        (name for name, needed in reversed(list(_steps(*case[:-1]))) if needed <= case[-1]), None
+    ),
+    "what needs exactly the limit fits": lambda *case: first_fit(*case[:-1], case[-1] - 1),
+    "where no step fits, return None": lambda *case: first_fit(*case) or LADDER[-1][0],
+}
+check_first_fit = Exercise(first_fit, _limits, WRONG_LADDER)

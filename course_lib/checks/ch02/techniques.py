@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -87,38 +88,27 @@ def _watch_accumulation(answer, seed, parts):
     }
 
 
-def _accumulates(*change) -> Callable:
-    return lambda model, parts: accumulate(model, parts, *change)
-
-
-check_accumulate = Exercise(
-    "check_accumulate",
-    accumulate,
-    _divided_at_the_end,
-    _micro_batches,
-    {
-        "the model has no gradient; call backward() on each micro-batch's loss": lambda model, parts: (
-            [model(x_BS) for x_BS, _ in parts] and None
-        ),
-        "one forward pass for each micro-batch: together they would not fit": _all_at_once,
-        "one backward for the sum of the losses keeps what every forward saved, as the whole batch would; call "
-        "backward() after each micro-batch": _one_backward,
-        "summed, not averaged: each micro-batch's mean counted whole": _accumulates(
-            lambda part, parts, loss: _mean(part, loss)
-        ),
-        "the mean of the micro-batches' means: one with few targets counts too much": _accumulates(
-            lambda part, parts, loss: _mean(part, loss) / len(parts)
-        ),
-        "weighted by all positions: those whose target is -100 do not count": _accumulates(
-            lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
-        ),
-        "the last micro-batch's alone: gradients must add up, so clear them only before the first": _accumulates(
-            lambda part, parts, loss: loss / _count(parts), lambda model: model.zero_grad()
-        ),
-        "summed over all targets, and never divided by their number": _accumulates(lambda part, parts, loss: loss),
-    },
-    _watch_accumulation,
-)
+wrong = partial(partial, accumulate)
+WRONG_SUM = {
+    "the model has no gradient; call backward() on each micro-batch's loss": lambda model, parts: (
+        [model(x_BS) for x_BS, _ in parts] and None
+    ),
+    "one forward pass for each micro-batch: together they would not fit": _all_at_once,
+    "one backward for the sum of the losses keeps what every forward saved, as the whole batch would; call "
+    "backward() after each micro-batch": _one_backward,
+    "summed, not averaged: each part's mean counted whole": wrong(share=lambda part, parts, loss: _mean(part, loss)),
+    "the mean of the micro-batches' means: one with few targets counts too much": wrong(
+        share=lambda part, parts, loss: _mean(part, loss) / len(parts)
+    ),
+    "weighted by all positions: those whose target is -100 do not count": wrong(
+        share=lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
+    ),
+    "the last micro-batch's alone: gradients must add up, so clear them only before the first": wrong(
+        start=lambda model: model.zero_grad()
+    ),
+    "summed over all targets, and never divided by their number": wrong(share=lambda part, parts, loss: loss),
+}
+check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumulation, right=_divided_at_the_end)
 
 
 # ------------------------------------------------------------------------------------ 2. loss scaling
@@ -135,22 +125,8 @@ def scaled_step(
     return (scale * 2, 0) if good_steps == interval else (scale, good_steps)
 
 
-def _by_foreach(gradients, scale, good_steps, growth_interval, update):
-    bad = sum(gradient.isinf().sum() + gradient.isnan().sum() for gradient in gradients)
-    if bad == 0:
-        torch._foreach_div_(gradients, scale)
-        update()
-    row = good_steps + 1 if bad == 0 else 0
-    factor = 0.5 if bad else 2.0 if row == growth_interval else 1.0
-    return [scale * factor, row % growth_interval]
-
-
 def _looks_at_the_first(gradients, *given):
     return scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
-
-
-def _skips(next_of: Callable) -> Callable:
-    return lambda *given: scaled_step(*given, skipped=next_of)
 
 
 def _scaled_gradients(rng: random.Random) -> list[tuple]:
@@ -175,42 +151,33 @@ def _watch_step(answer, gradients, *args):
     }
 
 
-check_scaled_step = Exercise(
-    "check_scaled_step",
-    scaled_step,
-    _by_foreach,
-    _scaled_gradients,
-    {
-        "update() ran 0 times although all gradients were finite; once is right": lambda *given: scaled_step(
-            *given[:-1], lambda: None
-        ),
-        "the update ran although a gradient of the last tensor is inf: that step must be left out": (
-            _looks_at_the_first
-        ),
-        "the update ran although a gradient of the last tensor is nan: that step must be left out": (
-            lambda *given: scaled_step(*given, finite=lambda gradient: not gradient.isinf().any())
-        ),
-        "still multiplied by the scale: divide in place, before the update": lambda *given: scaled_step(
-            *given, divide=False
-        ),
-        "the good steps are counted in a row: start again at 0": _skips(lambda scale, good: (scale / 2, good)),
-        "this step was not a good one": _skips(lambda scale, good: (scale / 2, good + 1)),
-        "the scale was too large, so halve it": _skips(lambda scale, good: (scale, 0)),
-        "the scale was too large, and it was doubled": _skips(lambda scale, good: (scale * 2, 0)),
-        "the scale never grows": lambda gradients, scale, good_steps, interval, update: scaled_step(
-            gradients, scale, good_steps, 10**9, update
-        ),
-        "count the next row of good steps from 0": lambda gradients, scale, good_steps, interval, update: (
-            scaled_step(gradients, scale, good_steps, 10**9, update)[0] * (2 if good_steps + 1 == interval else 1),
-            good_steps + 1,
-        ),
-    },
-    _watch_step,
-    {
-        "times that update() ran": "a step with a gradient that is not finite must be left out",
-        "(scale, good_steps)": "return the next scale and the next count of good steps, two numbers",
-    },
-)
+wrong = partial(partial, scaled_step)
+WRONG_STEP = {
+    "update() ran 0 times although all gradients were finite; once is right": lambda *given: scaled_step(
+        *given[:-1], lambda: None
+    ),
+    "the update ran although a gradient of the last tensor is inf: that step must be left out": _looks_at_the_first,
+    "the update ran although a gradient of the last tensor is nan: that step must be left out": (
+        wrong(finite=lambda gradient: not gradient.isinf().any())
+    ),
+    "still multiplied by the scale: divide in place, before the update": wrong(divide=False),
+    "the good steps are counted in a row: start again at 0": wrong(skipped=lambda scale, good: (scale / 2, good)),
+    "this step was not a good one": wrong(skipped=lambda scale, good: (scale / 2, good + 1)),
+    "the scale was too large, so halve it": wrong(skipped=lambda scale, good: (scale, 0)),
+    "the scale was too large, and it was doubled": wrong(skipped=lambda scale, good: (scale * 2, 0)),
+    "the scale never grows": lambda gradients, scale, good_steps, interval, update: scaled_step(
+        gradients, scale, good_steps, 10**9, update
+    ),
+    "count the next row of good steps from 0": lambda gradients, scale, good_steps, interval, update: (
+        scaled_step(gradients, scale, good_steps, 10**9, update)[0] * (2 if good_steps + 1 == interval else 1),
+        good_steps + 1,
+    ),
+}
+SAYS_STEP = {
+    "times that update() ran": "a step with a gradient that is not finite must be left out",
+    "(scale, good_steps)": "return the next scale and the next count of good steps, two numbers",
+}
+check_scaled_step = Exercise(scaled_step, _scaled_gradients, WRONG_STEP, _watch_step, SAYS_STEP)
 
 
 # ------------------------------------------------------------------------------------ 3. two halves of a softmax
@@ -218,12 +185,6 @@ def merge(out_a, lse_a, out_b, lse_b):
     """Attention over two sets of keys, from the two outputs and log-sum-exps."""
     lse = torch.logaddexp(lse_a, lse_b)
     return out_a * (lse_a - lse).exp() + out_b * (lse_b - lse).exp(), lse
-
-
-def _by_softmax(out_a, lse_a, out_b, lse_b):
-    both = torch.cat([lse_a, lse_b], -1)
-    share_a, share_b = torch.softmax(both, -1).split(1, -1)
-    return share_a * out_a + share_b * out_b, both.logsumexp(-1, keepdim=True)
 
 
 def _halves(rng: random.Random) -> list[tuple]:
@@ -258,29 +219,19 @@ def _lse(of: Callable) -> Callable:
     return lambda a, la, b, lb: (merge(a, la, b, lb)[0], of(la, lb))
 
 
-check_merge = Exercise(
-    "check_merge",
-    merge,
-    _by_softmax,
-    _halves,
-    {
-        "averaged: a half with larger scores weighs more": _output(lambda a, la, b, lb: (a + b) / 2),
-        "the two outputs added: each is normalised already, so they need weights that sum to 1": _output(
-            lambda a, la, b, lb: a + b
-        ),
-        "the weights are swapped": _output(lambda a, la, b, lb: merge(b, la, a, lb)[0]),
-        "weighted by the log-sum-exps themselves, and not by their exponentials": _output(
-            lambda a, la, b, lb: (la * a + lb * b) / (la + lb)
-        ),
-        "the log-sum-exps were added: add their exponentials": _lse(lambda la, lb: la + lb),
-        "the larger of the two log-sum-exps: the other half's exponentials are missing": _lse(torch.maximum),
-        "the result overflows: take the larger of the two log-sum-exps off before exp, as the chapter's maximum": (
-            _as_they_are
-        ),
-        "the result is not a number where the second half saw no key at all (log-sum-exp of minus infinity)": _output(
-            lambda a, la, b, lb: merge(a, la, b, lb)[0] + 0 * lb
-        ),
-    },
-    _watch_merged,
-    {"the log-sum-exp": "return two tensors: the output and the log-sum-exp of both halves together"},
-)
+WRONG_MERGE = {
+    "averaged: a half with larger scores weighs more": _output(lambda a, la, b, lb: (a + b) / 2),
+    "the outputs added: each is normalised, so they need weights that sum to 1": _output(lambda a, la, b, lb: a + b),
+    "the weights are swapped": _output(lambda a, la, b, lb: merge(b, la, a, lb)[0]),
+    "weighted by the log-sum-exps themselves, and not by their exponentials": _output(
+        lambda a, la, b, lb: (la * a + lb * b) / (la + lb)
+    ),
+    "the log-sum-exps were added: add their exponentials": _lse(lambda la, lb: la + lb),
+    "the larger of the two log-sum-exps: the other half's exponentials are missing": _lse(torch.maximum),
+    "the result overflows: take the larger log-sum-exp off before exp, as the chapter's maximum": _as_they_are,
+    "the result is not a number where the second half saw no key at all (log-sum-exp of minus infinity)": _output(
+        lambda a, la, b, lb: merge(a, la, b, lb)[0] + 0 * lb
+    ),
+}
+SAYS_MERGE = {"the log-sum-exp": "return two tensors: the output and the log-sum-exp of both halves together"}
+check_merge = Exercise(merge, _halves, WRONG_MERGE, _watch_merged, SAYS_MERGE)

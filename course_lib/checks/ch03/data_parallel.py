@@ -1,6 +1,5 @@
 """Tables of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
 
-import itertools
 import random
 from collections.abc import Callable
 
@@ -9,11 +8,8 @@ import torch.distributed as dist
 
 from course_lib.checks.core import numbers
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, call, collective
+from course_lib.checks.watch import Each, collective
 from course_lib.comm import all_gather, all_reduce
-
-SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
-ON_A_COPY = "your function changed its input; work on a copy (`x.clone()`): the caller still needs it"
 
 
 # ------------------------------------------------------------------------------------ 1. the batch in tokens
@@ -26,14 +22,6 @@ def _whole(numerator, denominator, text="does not come out whole; choose another
     if numerator % denominator:
         raise ValueError(text)
     return numerator // denominator
-
-
-def _factor_by_factor(batch_tokens, seq_len, micro_batch_size, dp_size):
-    for factor in (dp_size, micro_batch_size, seq_len):
-        if batch_tokens % factor != 0:
-            raise ValueError(f"{batch_tokens} does not divide by {factor}; change one of the two")
-        batch_tokens //= factor
-    return batch_tokens
 
 
 def _batches(rng: random.Random) -> list[tuple]:
@@ -54,35 +42,27 @@ def _watch_accumulation(answer, *case):
     return {"refused": False, "the ValueError has a text": True, "the number": number, "it is an int": is_whole}
 
 
-check_accumulation = Exercise(
-    "check_accumulation",
-    accumulation,
-    _factor_by_factor,
-    _batches,
-    {
-        "the batch is counted in tokens; a sequence has seq_len of them": lambda tokens, seq_len, micro, dp: _whole(
-            tokens, micro * dp
-        ),
-        "all dp ranks work at the same time, each on its own micro-batch": lambda tokens, seq_len, micro, dp: _whole(
-            tokens, seq_len * micro
-        ),
-        "each micro-batch has micro_batch_size sequences": lambda tokens, seq_len, micro, dp: _whole(
-            tokens, seq_len * dp
-        ),
-        "this does not come out whole; raise ValueError": lambda tokens, seq_len, micro, dp: (
-            tokens // (seq_len * micro * dp)
-        ),
-        "the ValueError has no text; say in it what to change": lambda tokens, seq_len, micro, dp: _whole(
-            tokens, seq_len * micro * dp, text=""
-        ),
-        "return a whole number (int), as `//` gives": lambda *case: float(accumulation(*case)),
-    },
-    _watch_accumulation,
-    {
-        "refused": "raise ValueError where it does not come out whole, and only there",
-        "it is an int": "return a whole number (int), as `//` gives",
-    },
-)
+WRONG_BATCH = {
+    "the batch is counted in tokens; a sequence has seq_len of them": lambda tokens, seq_len, micro, dp: _whole(
+        tokens, micro * dp
+    ),
+    "all dp ranks work at the same time, each on its own micro-batch": lambda tokens, seq_len, micro, dp: _whole(
+        tokens, seq_len * micro
+    ),
+    "each micro-batch has micro_batch_size sequences": lambda tokens, seq_len, micro, dp: _whole(tokens, seq_len * dp),
+    "this does not come out whole; raise ValueError": lambda tokens, seq_len, micro, dp: (
+        tokens // (seq_len * micro * dp)
+    ),
+    "the ValueError has no text; say in it what to change": lambda tokens, seq_len, micro, dp: _whole(
+        tokens, seq_len * micro * dp, text=""
+    ),
+    "return a whole number (int), as `//` gives": lambda *case: float(accumulation(*case)),
+}
+SAYS_BATCH = {
+    "refused": "raise ValueError where it does not come out whole, and only there",
+    "it is an int": "return a whole number (int), as `//` gives",
+}
+check_accumulation = Exercise(accumulation, _batches, WRONG_BATCH, _watch_accumulation, SAYS_BATCH)
 
 
 # ------------------------------------------------------------------------------------ 2. unequal numbers of tokens
@@ -123,36 +103,25 @@ def _watch_average(answer, grads, counts):
     return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
 
 
+WRONG_TOKENS = {
+    "every rank counted alike: this is the mean of the ranks' gradients": lambda grad_P, num_tokens, group: all_reduce(
+        grad_P, group, op="mean"
+    ),
+    "the ranks' gradients were summed": lambda grad_P, num_tokens, group: all_reduce(grad_P, group),
+    "weighted by tokens, but never divided": lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group),
+    "divided by the number of ranks; divide by the number of tokens": lambda grad_P, num_tokens, group: all_reduce(
+        grad_P * num_tokens, group, op="mean"
+    ),
+    "this is the rank's own gradient; nothing was exchanged": lambda grad_P, num_tokens, group: grad_P.clone(),
+    "the result is not finite; divide by the tokens of all ranks, a rank's own may be 0": [
+        lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / num_tokens,
+        lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / grad_P.new_tensor(num_tokens),
+    ],
+    "one all-reduce of the weighted gradient, and one number for the tokens": _gathers_all,
+}
+SAYS_TOKENS = {"bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens"}
 check_average_by_tokens = Exercise(
-    "check_average_by_tokens",
-    average_by_tokens,
-    _in_two_phases,
-    _gradients,
-    {
-        "every rank counted alike: this is the mean of the ranks' gradients": lambda grad_P, num_tokens, group: (
-            all_reduce(grad_P, group, op="mean")
-        ),
-        "the ranks' gradients were summed": lambda grad_P, num_tokens, group: all_reduce(grad_P, group),
-        "weighted by tokens, but never divided": lambda grad_P, num_tokens, group: all_reduce(
-            grad_P * num_tokens, group
-        ),
-        "divided by the number of ranks; divide by the number of tokens": lambda grad_P, num_tokens, group: all_reduce(
-            grad_P * num_tokens, group, op="mean"
-        ),
-        "this is the rank's own gradient; nothing was exchanged": lambda grad_P, num_tokens, group: grad_P.clone(),
-        "the result is not finite; divide by the tokens of all ranks, a rank's own may be 0": [
-            lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / num_tokens,
-            lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / grad_P.new_tensor(num_tokens),
-        ],
-        "one all-reduce of the weighted gradient, and one number for the tokens": _gathers_all,
-    },
-    _watch_average,
-    {
-        "arguments changed": ON_A_COPY,
-        "bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens",
-    },
-    True,
-    SAME_CALLS,
+    average_by_tokens, _gradients, WRONG_TOKENS, _watch_average, SAYS_TOKENS, right=_in_two_phases, ranks=True
 )
 
 
@@ -214,27 +183,19 @@ def _watch_clipped(answer, grads, max_norm):
     return {"the gradients": answer(mine, max_norm, dist.group.WORLD)}
 
 
-check_average_and_clip = Exercise(
-    "check_average_and_clip",
-    average_and_clip,
-    _in_place,
-    _limits,
-    {
-        "clipped before averaging: a rank's own gradient is noisier and longer than the mean": (
-            lambda grads, max_norm, group: _averaged(_scaled(grads, _norm(grads), max_norm), group)
-        ),
-        "the squares were summed over the ranks, but after averaging every rank has the whole gradient": _sums_the_norm,
-        "each tensor was clipped on its own; the norm is that of all tensors together": lambda grads, max_norm, group: [
-            _scaled([grad], grad.norm(), max_norm)[0] for grad in _averaged(grads, group)
-        ],
-        "a gradient below the limit was made longer; the factor is at most 1": _also_lengthens,
-        "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
-        "the gradients were summed, not averaged": _clips_the_sum,
-    },
-    _watch_clipped,
-    ranks=True,
-    hang=SAME_CALLS,
-)
+WRONG_CLIP = {
+    "clipped before averaging: a rank's own gradient is noisier and longer than the mean": (
+        lambda grads, max_norm, group: _averaged(_scaled(grads, _norm(grads), max_norm), group)
+    ),
+    "the squares were summed over the ranks, but after averaging every rank has the whole gradient": _sums_the_norm,
+    "each tensor was clipped on its own; the norm is that of all tensors together": lambda grads, max_norm, group: [
+        _scaled([grad], grad.norm(), max_norm)[0] for grad in _averaged(grads, group)
+    ],
+    "a gradient below the limit was made longer; the factor is at most 1": _also_lengthens,
+    "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
+    "the gradients were summed, not averaged": _clips_the_sum,
+}
+check_average_and_clip = Exercise(average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 4. buckets
@@ -248,18 +209,6 @@ def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, stric
             plan.append(filling)
             filling = []
     return plan + [filling] if filling else plan
-
-
-def _by_sums(sizes_bytes, bucket_bytes, first_bucket_bytes):
-    """Closes where the running sum has reached the next goal."""
-    order = range(len(sizes_bytes) - 1, -1, -1)
-    plan, goal = [[]], first_bucket_bytes
-    for index, total in zip(order, itertools.accumulate(sizes_bytes[index] for index in order), strict=True):
-        plan[-1].append(index)
-        if total >= goal:
-            plan.append([])
-            goal = total + bucket_bytes
-    return [bucket for bucket in plan if bucket]
 
 
 def _never_over(sizes_bytes, bucket_bytes, first_bucket_bytes):
@@ -287,26 +236,16 @@ def _sizes(rng: random.Random) -> list[tuple]:
     return cases
 
 
-def _wrong_buckets(limits: Callable = lambda cap, first: (cap, first), **how) -> Callable:
+def _wrong(limits: Callable = lambda cap, first: (cap, first), **how) -> Callable:
     return lambda sizes, cap, first: buckets(sizes, *limits(cap, first), **how)
 
 
-check_buckets = Exercise(
-    "check_buckets",
-    buckets,
-    _by_sums,
-    _sizes,
-    {
-        "the buckets begin with the first parameter; backward completes the last one first": _wrong_buckets(order=iter),
-        "the first bucket is as large as the others; it closes at first_bucket_bytes": _wrong_buckets(
-            lambda cap, first: (cap, cap)
-        ),
-        "every bucket closes at first_bucket_bytes; that is for the first alone": _wrong_buckets(
-            lambda cap, first: (first, first)
-        ),
-        "a bucket closes before it would pass its size; it closes once it has it": _never_over,
-        "the last bucket, which never got full, is missing: its gradients would not be averaged": _without_the_rest,
-        "a bucket that has exactly its size stays open; it is full": _wrong_buckets(strictly=True),
-    },
-    call,
-)
+WRONG_BUCKETS = {
+    "the buckets begin with the first parameter; backward completes the last one first": _wrong(order=iter),
+    "the first bucket is as large as others; it closes at first_bucket_bytes": _wrong(lambda cap, first: (cap, cap)),
+    "every bucket closes at first_bucket_bytes; that is for the first alone": _wrong(lambda cap, first: (first, first)),
+    "a bucket closes before it would pass its size; it closes once it has it": _never_over,
+    "the last bucket, which never got full, is missing: its gradients would not be averaged": _without_the_rest,
+    "a bucket that has exactly its size stays open; it is full": _wrong(strictly=True),
+}
+check_buckets = Exercise(buckets, _sizes, WRONG_BUCKETS)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from course_lib.checks.ch03.dp_hooks import WRITTEN, WatchedWork
 from course_lib.checks.table import Exercise
+from course_lib.checks.trainers import DROP, wrong_means
 from course_lib.checks.watch import Cost
+from course_lib.compare import trials
 from course_lib.measure import ByteMeter
-from course_lib.minimal import compare
 from course_lib.minimal.data import (
     BUCKET_SIZE,
     Bucket,
@@ -48,15 +49,15 @@ def _watch(trainer):
 
 def _two_steps(trainer, num_micro_batches):
     """Messages are those of the second step: in the first, some make their buckets."""
-    model = build(compare.CONFIG, seed=dist.get_rank(), dtype=torch.float64)
+    model = build(trials.CONFIG, seed=dist.get_rank(), dtype=torch.float64)
     made = trainer(model, SGD, dist.group.WORLD)
-    first = dict(build(compare.CONFIG, seed=0, dtype=torch.float64).named_parameters())
+    first = dict(build(trials.CONFIG, seed=0, dtype=torch.float64).named_parameters())
     begins_equal = all(torch.equal(param, first[name]) for name, param in made.full_parameters().items())
     gradients = []
     for step in (0, 1):
         before = {name: param.detach().clone() for name, param in made.full_parameters().items()}
         with ByteMeter() as meter:
-            messages = _of_a_step(made, compare.micro_batches_of_rank(step, num_micro_batches))
+            messages = _of_a_step(made, trials.micro_batches_of_rank(step, num_micro_batches))
         after = {name: param.detach() for name, param in made.full_parameters().items()}
         gradients.append({name: _projected(before[name] - after[name]) / LR for name in before})
     return {
@@ -123,12 +124,18 @@ def _in_flight(works: list) -> int:
 
 # ------------------------------------------------------------------------------------ right and wrong trainers
 class DDP(OverlappedDP):
-    """As in the lesson, and every rank begins with rank 0's weights."""
+    """As in the lesson, and every rank begins with rank 0's weights; wrong ones have other buckets or steps."""
+
+    bucket_size, in_order = BUCKET_SIZE, list
 
     def __init__(self, model, make_optimizer, group):
-        super().__init__(model, make_optimizer, group)
+        DataParallel.__init__(self, model, make_optimizer, group)
         self.make_optimizer = make_optimizer
-        for param in model.parameters():
+        params = self.in_order(model.parameters())
+        self.buckets = [Bucket(of_one, group) for of_one in assign_buckets(params, self.bucket_size)]
+        for bucket in self.buckets:
+            when_all_arrived(bucket.params, lambda bucket=bucket: self.send(bucket))
+        for param in params:
             dist.broadcast(param.data, src=0, group=group)
 
     def waited(self):
@@ -184,22 +191,6 @@ class _CopiesIntoBuckets(DataParallel):
         self.optimizer.zero_grad()
 
 
-class _Sums(DDP):
-    def finish(self):
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.flat_P *= bucket.group.size()
-        super().finish()
-
-
-class _DividesTwice(DDP):
-    def finish(self):
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.flat_P /= bucket.group.size()
-        super().finish()
-
-
 class _SendsAfterBackward(DDP):
     backward = BucketedDP.backward
     update = BucketedDP.update
@@ -207,41 +198,11 @@ class _SendsAfterBackward(DDP):
 
 
 class _MessagePerTensor(DDP):
-    def __init__(self, model, make_optimizer, group):
-        DataParallel.__init__(self, model, make_optimizer, group)
-        self.works = []
-        for param in model.parameters():
-            dist.broadcast(param.data, src=0, group=group)
-            param.register_post_accumulate_grad_hook(self.arrived)
-
-    def arrived(self, param):
-        if self.is_last:
-            param.grad /= self.group.size()
-            self.works.append(dist.all_reduce(param.grad, group=self.group, async_op=True))
-
-    def update(self):
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    bucket_size = 1
 
 
 class _OneMessage(DDP):
-    """Everything in the bucket that is complete last."""
-
-    def send(self, bucket):
-        if self.is_last and bucket is self.buckets[-1]:
-            self.flat_P = torch.cat([bucket.flat_P for bucket in self.buckets]) / self.group.size()
-            self.work = dist.all_reduce(self.flat_P, group=self.group, async_op=True)
-
-    def finish(self):
-        self.work.wait()
-        pieces = self.flat_P.split([len(bucket.flat_P) for bucket in self.buckets])
-        for bucket, piece in zip(self.buckets, pieces, strict=True):
-            bucket.flat_P.copy_(piece)
-        self.optimizer.step()
-        self.emptied()
+    bucket_size = 10**9
 
 
 class _WaitsInTheHook(DDP):
@@ -261,13 +222,7 @@ class _SendsEveryMicroBatch(DDP):
 class _FillsFromTheFirst(DDP):
     """Buckets in the order of the model: the small rest has the last parameters and is sent first."""
 
-    def __init__(self, model, make_optimizer, group):
-        DataParallel.__init__(self, model, make_optimizer, group)
-        self.buckets = [Bucket(params, group) for params in assign_buckets(list(model.parameters())[::-1], BUCKET_SIZE)]
-        for bucket in self.buckets:
-            when_all_arrived(bucket.params, lambda bucket=bucket: self.send(bucket))
-        for param in model.parameters():
-            dist.broadcast(param.data, src=0, group=group)
+    in_order = staticmethod(lambda params: list(params)[::-1])
 
 
 class _DividesUnderWay(DDP):
@@ -320,13 +275,6 @@ class _BuildsTheOptimizerAgain(DDP):
         self.optimizer = self.make_optimizer(self.model.parameters())
 
 
-class _MakesNoStep(DDP):
-    def finish(self):
-        for bucket in self.buckets:
-            bucket.work.wait()
-        self.emptied()
-
-
 class _AveragesNothing(DDP):
     def send(self, bucket):
         dist.all_reduce(bucket.flat_P.clone(), group=self.group, async_op=True).wait()
@@ -351,81 +299,43 @@ class _PyTorchs(DataParallel):
         self.optimizer.zero_grad()
 
 
-def _backward_of(parts_and_share: Callable) -> type:
-    """DDP whose backward takes other micro-batches, or another share of each loss."""
-
-    class Wrong(DDP):
-        def backward(self, micro_batches):
-            parts, share = parts_and_share(micro_batches)
-            for index, (x_BS, y_BS) in enumerate(parts, 1):
-                self.is_last = index == len(parts)
-                (loss_of(self.model, x_BS, y_BS) * share).backward()
-
-    return Wrong
-
-
-DROP = "drop gradients after each step: fill them with zeros, or set them to None"
+WRONG = {
+    "a rank begins with other weights than rank 0; broadcast rank 0's in __init__": OverlappedDP,
+    "no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP": _PyTorchs,
+    "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": (
+        _SendsEveryMicroBatch
+    ),
+    f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": _MessagePerTensor,
+    "messages were never waited for; the update may read too early": _NeverWaits,
+    f"a bucket {WRITTEN}": _DividesUnderWay,
+    "no message had started when backward was over; start a bucket in the hook that completes it": _SendsAfterBackward,
+    "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": _OneMessage,
+    "backward waited for every message; start with async_op=True, and wait in update": _WaitsInTheHook,
+    "a small message was not the last one; fill buckets from the last parameter to the first, so that the rest, "
+    "below 60,000 elements, is ready last": _FillsFromTheFirst,
+    **wrong_means(DDP),
+    "its first step used this rank's own gradient; take the mean over ranks": _AveragesNothing,
+    "the mean over ranks of the first micro-batch, and this rank's own gradient of the later ones; average when "
+    "the last micro-batch is in": _SendsTheFirstMicroBatch,
+    "the mean over ranks of the first micro-batch alone; average when the last micro-batch is in": type(
+        "FirstAlone", (_SendsTheFirstMicroBatch,), {"keeps": False}
+    ),
+    f"its second step used the new gradient plus that of the first step; {DROP}": _NeverDropsGradients,
+    "its second step used this rank's own gradient, not averaged; the optimizer must read what is sent, and "
+    "zero_grad() replaces a .grad that is a view of a bucket by None": _DropsTheViews,
+    "the first step is right, the second not; build the optimizer once, for every parameter": _BuildsTheOptimizerAgain,
+}
+SAYS = {
+    "begins with rank 0's weights": "broadcast rank 0's in __init__",
+    "3 micro-batches take more messages than 1": "send only in the last micro-batch",
+    "messages": "fill buckets of 60,000 parameters",
+    "messages never waited for": "the update may read too early",
+    "the gradient that the first step used": (
+        "is every gradient complete before update, and every parameter new after it?"
+    ),
+    "the gradient that the second step used": DROP,
+    "bytes sent": "an all-reduce of all gradients, once a step, is enough",
+}
 check_ddp = Exercise(
-    "check_ddp",
-    DDP,
-    _CopiesIntoBuckets,
-    lambda rng: [(rng.choice([2, 4]),)],
-    {
-        "a rank begins with other weights than rank 0; broadcast rank 0's in __init__": OverlappedDP,
-        "no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP": _PyTorchs,
-        "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": (
-            _SendsEveryMicroBatch
-        ),
-        f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": _MessagePerTensor,
-        "messages were never waited for; the update may read too early": _NeverWaits,
-        f"a bucket {WRITTEN}": _DividesUnderWay,
-        "no message had started when backward was over; start a bucket in the hook that completes it": (
-            _SendsAfterBackward
-        ),
-        "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": _OneMessage,
-        "backward waited for every message; start with async_op=True, and wait in update": _WaitsInTheHook,
-        "a small message was not the last one; fill buckets from the last parameter to the first, so that the rest, "
-        "below 60,000 elements, is ready last": _FillsFromTheFirst,
-        "no parameter changed; update must make the optimizer's step": _MakesNoStep,
-        "its steps used the sum over the ranks; take the mean over ranks: divide by their number": _Sums,
-        "its steps used the mean over ranks divided by their number again; divide by the ranks once": _DividesTwice,
-        "its first step used this rank's own gradient; take the mean over ranks": _AveragesNothing,
-        "the sum over the micro-batches; take the mean over micro-batches: divide each loss by their number": (
-            _backward_of(lambda parts: (parts, 1.0))
-        ),
-        "the mean over micro-batches divided by their number again; divide by their number once": (
-            _backward_of(lambda parts: (parts, 1 / len(parts) ** 2))
-        ),
-        "the last micro-batch alone; gradients must add up over the micro-batches": (
-            _backward_of(lambda parts: (parts[-1:], 1.0))
-        ),
-        "only the last micro-batch's part; gradients must add up over the micro-batches": (
-            _backward_of(lambda parts: (parts[-1:], 1 / len(parts)))
-        ),
-        "the mean over ranks of the first micro-batch, and this rank's own gradient of the later ones; average when "
-        "the last micro-batch is in": _SendsTheFirstMicroBatch,
-        "the mean over ranks of the first micro-batch alone; average when the last micro-batch is in": type(
-            "FirstAlone", (_SendsTheFirstMicroBatch,), {"keeps": False}
-        ),
-        f"its second step used the new gradient plus that of the first step; {DROP}": _NeverDropsGradients,
-        "its second step used this rank's own gradient, not averaged; the optimizer must read what is sent, and "
-        "zero_grad() replaces a .grad that is a view of a bucket by None": _DropsTheViews,
-        "the first step is right, and the second is not; build the optimizer once, for every parameter": (
-            _BuildsTheOptimizerAgain
-        ),
-    },
-    _watch,
-    {
-        "begins with rank 0's weights": "broadcast rank 0's in __init__",
-        "3 micro-batches take more messages than 1": "send only in the last micro-batch",
-        "messages": "fill buckets of 60,000 parameters",
-        "messages never waited for": "the update may read too early",
-        "the gradient that the first step used": (
-            "is every gradient complete before update, and every parameter new after it?"
-        ),
-        "the gradient that the second step used": DROP,
-        "bytes sent": "an all-reduce of all gradients, once a step, is enough",
-    },
-    True,
-    seconds=30.0,
+    DDP, lambda rng: [(rng.choice([2, 4]),)], WRONG, _watch, SAYS, right=_CopiesIntoBuckets, ranks=True, seconds=30.0
 )

@@ -2,15 +2,16 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
 from course_lib.checks.kept import Kept
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import copied
 from course_lib.comm import all_reduce_
 from course_lib.measure import ByteMeter
@@ -171,44 +172,32 @@ def _watch_step(model: nn.Module, x_BS: Tensor, finish: Callable, before: list) 
     return seen | {"the gradients": copied(grads, as_results=True)}, under_way
 
 
-def _wrong_overlap(*how: str, **params) -> Callable:
-    return lambda model, group: overlap(model, group, how=how, **params)
-
-
-check_overlap = Exercise(
-    "check_overlap",
-    overlap,
-    _on_copies,
-    lambda rng: [(size, fresh_seed(rng)) for size in (2, rng.choice([3, 4]))],
-    {
-        "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": _after_backward,
-        "a tied parameter has two names and one gradient": _wrong_overlap(
-            params=lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
-        ),
-        "some trainable parameters were left out": _wrong_overlap(
-            params=lambda model: [param for name, param in model.named_parameters() if "weight" in name]
-        ),
-        "the hook waits for its all-reduce, and backward with it; start it with async_op=True": _wrong_overlap(
-            "blocks"
-        ),
-        "gradients may be read too early: wait in finish": _wrong_overlap("never waits"),
-        "empty the list of handles in finish, or it grows with every step": _wrong_overlap("keeps the handles"),
-        f"a gradient {WRITTEN}": _wrong_overlap("divides under way"),
-        "summed, not averaged": _wrong_overlap("sums"),
-        "divided by the number of ranks twice": _divided_twice,
-    },
-    _watch_hooks,
-    {
-        "kind of what is returned": "your function must return finish, a function without arguments that waits",
-        "all-reduces": "one for each trainable parameter; a tied one has two names and one gradient",
-        "gradients written under way": f"a gradient {WRITTEN}",
-        "all-reduces that block": "start it with async_op=True",
-        "all-reduces never waited for": "gradients may be read too early",
-        "all-reduces of the step before waited for once more": "empty the list of handles in finish",
-    },
-    True,
-    breaks={"must return finish": lambda model, group: overlap(model, group) and None},
-)
+wrong = partial(partial, overlap)
+WRONG_HOOKS = {
+    "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": _after_backward,
+    "a tied parameter has two names and one gradient": wrong(
+        params=lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
+    ),
+    "some trainable parameters were left out": wrong(
+        params=lambda model: [param for name, param in model.named_parameters() if "weight" in name]
+    ),
+    "the hook waits for its all-reduce, and backward with it; start it with async_op=True": wrong(how="blocks"),
+    "gradients may be read too early: wait in finish": wrong(how="never waits"),
+    "empty the list of handles in finish, or it grows with every step": wrong(how="keeps the handles"),
+    f"a gradient {WRITTEN}": wrong(how="divides under way"),
+    "summed, not averaged": wrong(how="sums"),
+    "divided by the number of ranks twice": _divided_twice,
+    "must return finish": Stops(lambda model, group: overlap(model, group) and None),
+}
+SAYS_HOOKS = {
+    "kind of what is returned": "your function must return finish, a function without arguments that waits",
+    "all-reduces": "one for each trainable parameter; a tied one has two names and one gradient",
+    "gradients written under way": f"a gradient {WRITTEN}",
+    "all-reduces that block": "start it with async_op=True",
+    "all-reduces never waited for": "gradients may be read too early",
+    "all-reduces of the step before waited for once more": "empty the list of handles in finish",
+}
+check_overlap = Exercise(overlap, ranks_and_seeds, WRONG_HOOKS, _watch_hooks, SAYS_HOOKS, right=_on_copies, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. accumulation
@@ -271,7 +260,7 @@ def _micro_batches(rng: random.Random) -> list[tuple]:
     return [(size, rng.sample([1, 2, 3, 5], 4), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
 
 
-def _watch_accumulation(answer, rows, seed):
+def _watch_sum(answer, rows, seed):
     model = _Row()
     engine = DistributedDataParallel(model)
     parts = [(numbers(seed + 10 * dist.get_rank() + i, b, 5), numbers(seed + 5 + i, b)) for i, b in enumerate(rows)]
@@ -284,38 +273,25 @@ def _watch_accumulation(answer, rows, seed):
     }
 
 
-def _accumulates(*change, **named) -> Callable:
-    return lambda engine, parts, loss_of: accumulate(engine, parts, loss_of, *change, **named)
-
-
+wrong = partial(partial, accumulate)
 NO_SYNC = "all micro-batches but the last belong in no_sync(), their forward pass too"
 WHOLE = (
     "one backward for the sum of {} losses needs the memory of all of them: a forward pass began while those before "
     "it still kept what they saved for backward; call backward() after each"
 )
+WRONG_SUM = {
+    f"an all-reduce for each micro-batch, and 1 is required: {NO_SYNC}": wrong(synced="each"),
+    "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": wrong(synced=0),
+    WHOLE.format("all"): _one_backward,
+    WHOLE.format("all but the last"): _one_backward_but_for_the_last,
+    "every micro-batch counted alike, however many rows it has": wrong(share=lambda part, parts: 1 / len(parts)),
+    "the micro-batches' means were added up; weigh each by its share of the rows": wrong(share=lambda part, parts: 1),
+    "divided by the number of ranks as well; DDP has done that": wrong(
+        share=lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
+    ),
+    "only the last micro-batch is in it": wrong(skip=(0, 1, 2)),
+    "this is the rank's own gradient": _own_gradient,
+}
 check_accumulate = Exercise(
-    "check_accumulate",
-    accumulate,
-    _first_part_last,
-    _micro_batches,
-    {
-        f"an all-reduce for each micro-batch, and 1 is required: {NO_SYNC}": _accumulates(synced="each"),
-        "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": _accumulates(
-            synced=0
-        ),
-        WHOLE.format("all"): _one_backward,
-        WHOLE.format("all but the last"): _one_backward_but_for_the_last,
-        "every micro-batch counted alike, however many rows it has": _accumulates(lambda part, parts: 1 / len(parts)),
-        "the micro-batches' means were added up; weigh each by its share of the rows": _accumulates(
-            lambda part, parts: 1
-        ),
-        "divided by the number of ranks as well; DDP has done that": _accumulates(
-            lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
-        ),
-        "only the last micro-batch is in it": _accumulates(skip=(0, 1, 2)),
-        "this is the rank's own gradient": _own_gradient,
-    },
-    _watch_accumulation,
-    {"all-reduces": NO_SYNC},
-    True,
+    accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": NO_SYNC}, right=_first_part_last, ranks=True
 )

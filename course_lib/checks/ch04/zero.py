@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Each, on_ranks
 from course_lib.comm import all_gather, all_reduce
 
@@ -27,13 +27,6 @@ def _held(order=ORDER, optimizer_bytes=12, shard=math.ceil, whole=math.ceil, cut
     return held
 
 
-def _held_by_divmod(num_params, stage, dp_size):
-    quotient, rest = divmod(num_params, dp_size)
-    shard = quotient + (rest > 0)
-    full = num_params if stage < 1 else shard * dp_size
-    return 2 * [full, shard][stage > 2], 2 * [full, shard][stage > 1], 12 * [full, shard][stage > 0]
-
-
 def _models(rng):
     cases = []
     for _ in range(8):
@@ -49,33 +42,21 @@ def _of_stage(answer, num_params, stage, dp_size):
     return {"three whole numbers": whole, f"stage {stage}: (parameters, gradients, optimizer)": got}
 
 
-check_held_bytes = Exercise(
-    "check_held_bytes",
-    _held(),
-    _held_by_divmod,
-    _models,
-    {
-        "parameters are cut last, after gradients and optimizer states": _held(
-            ("parameters", "optimizer", "gradients")
-        ),
-        "the optimizer's states are cut first; gradients follow in stage 2": _held(
-            ("gradients", "optimizer", "parameters")
-        ),
-        "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": _held(optimizer_bytes=8),
-        "round the shard up: ranks pad to equal pieces": _held(shard=math.floor),
-        "every kind was divided; a stage cuts only what the stages up to it cut": _held(
-            cut=lambda stage: 3 * (stage > 0)
-        ),
-        "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all": [
-            _held(cut=lambda stage: 0, whole=lambda length: length),
-            _held(cut=lambda stage: 0),
-        ],
-        "from stage 1 on what stays whole is padded too": _held(whole=lambda length: length),
-    },
-    _of_stage,
-    {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"},
-    breaks={"return three whole numbers": lambda *case: tuple(float(size) for size in _held()(*case))},
-)
+WRONG_HELD = {
+    "parameters are cut last, after gradients and optimizer states": _held(("parameters", "optimizer", "gradients")),
+    "optimizer states are cut first; gradients follow in stage 2": _held(("gradients", "optimizer", "parameters")),
+    "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": _held(optimizer_bytes=8),
+    "round the shard up: ranks pad to equal pieces": _held(shard=math.floor),
+    "every kind was divided; a stage cuts only what the stages up to it cut": _held(cut=lambda stage: 3 * (stage > 0)),
+    "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all": [
+        _held(cut=lambda stage: 0, whole=lambda length: length),
+        _held(cut=lambda stage: 0),
+    ],
+    "from stage 1 on what stays whole is padded too": _held(whole=lambda length: length),
+    "return three whole numbers": Stops(lambda *case: tuple(float(size) for size in _held()(*case))),
+}
+SAYS_HELD = {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"}
+check_held_bytes = Exercise(_held(), _models, WRONG_HELD, _of_stage, SAYS_HELD)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes sent
@@ -90,11 +71,6 @@ def _sent(grad_bytes=4, own=1, **of_stage):
     return sent
 
 
-def _sent_by_phase(num_params, stage, dp_size, micro_batches):
-    ring = num_params - num_params // dp_size
-    return ring * [8, 6, 4 * micro_batches + 2, 8 * micro_batches][stage]
-
-
 def _steps(rng):
     cases = []
     for _ in range(6):
@@ -104,20 +80,19 @@ def _steps(rng):
     return cases
 
 
+WRONG_SENT = {
+    "this is the all-reduce form; only a reduce-scatter is needed": _sent(stage_1=lambda m: (1, 2)),
+    "stage 1 reduces once a step, after the last micro-batch": _sent(stage_1=lambda m: (1, m)),
+    "each micro-batch reduces: nobody keeps whole gradients to add to": _sent(stage_2=lambda m: (1, 1)),
+    "parameters are gathered twice: for forward, and again for backward": _sent(stage_3=lambda m: (m, m)),
+    "every micro-batch gathers and reduces": _sent(stage_3=lambda m: (2, 1)),
+    "gradients travel in 4 bytes": _sent(grad_bytes=2),
+    "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": _sent(own=0),
+}
 check_sent_bytes = Exercise(
-    "check_sent_bytes",
     _sent(),
-    _sent_by_phase,
     _steps,
-    {
-        "this is the all-reduce form; only a reduce-scatter is needed": _sent(stage_1=lambda m: (1, 2)),
-        "stage 1 reduces once a step, after the last micro-batch": _sent(stage_1=lambda m: (1, m)),
-        "each micro-batch reduces: nobody keeps whole gradients to add to": _sent(stage_2=lambda m: (1, 1)),
-        "parameters are gathered twice: for forward, and again for backward": _sent(stage_3=lambda m: (m, m)),
-        "every micro-batch gathers and reduces": _sent(stage_3=lambda m: (2, 1)),
-        "gradients travel in 4 bytes": _sent(grad_bytes=2),
-        "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": _sent(own=0),
-    },
+    WRONG_SENT,
     lambda answer, num_params, stage, *rest: {f"stage {stage}: bytes sent": answer(num_params, stage, *rest)},
 )
 
@@ -149,34 +124,21 @@ def _limits(rng):
     return cases
 
 
+wrong = partial(partial, _clipped)
+WRONG_CLIP = {
+    "scaled by the norm of its own shard; ranks scale differently": wrong(norm=lambda squares, group: squares.sqrt()),
+    "the shards' norms were added; add their squares, then take the root": wrong(
+        norm=lambda squares, group: all_reduce(squares.sqrt(), group)
+    ),
+    "the mean of the squares was taken; the whole gradient has the sum of them": wrong(
+        norm=lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
+    ),
+    "a gradient below the limit was made longer; the factor is at most 1": wrong(most=math.inf),
+    "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
+    "the root is missing: this is the sum of squares": wrong(norm=all_reduce),
+    "a single number is enough": Stops(_gathers_the_gradient),
+}
+SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}
 check_clip_shards = Exercise(
-    "check_clip_shards",
-    _clipped,
-    _with_torch,
-    _limits,
-    {
-        "scaled by the norm of its own shard; ranks then scale differently": partial(
-            _clipped, norm=lambda squares, group: squares.sqrt()
-        ),
-        "the shards' norms were added; add their squares, then take the root": partial(
-            _clipped, norm=lambda squares, group: all_reduce(squares.sqrt(), group)
-        ),
-        "the mean of the squares was taken; the whole gradient has the sum of them": partial(
-            _clipped, norm=lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
-        ),
-        "a gradient below the limit was made longer; the factor is at most 1": partial(_clipped, most=math.inf),
-        "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
-        "the root is missing: this is the sum of squares": partial(_clipped, norm=all_reduce),
-    },
-    partial(on_ranks, slack=64),
-    {
-        "arguments changed": "your function changed its input; work on a copy (`x.clone()`): the caller still needs it",
-        "bytes sent": "an all-reduce of a single number is enough",
-    },
-    True,
-    "Does every rank of the group make the same calls in the same order?",
-    breaks={
-        "a single number is enough": _gathers_the_gradient,
-        "changed its input": lambda grad_p, max_norm, group: grad_p.copy_(_clipped(grad_p, max_norm, group)),
-    },
+    _clipped, _limits, WRONG_CLIP, partial(on_ranks, slack=64), SAYS_CLIP, right=_with_torch, ranks=True
 )

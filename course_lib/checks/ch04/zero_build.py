@@ -1,51 +1,51 @@
-"""Graders of chapter 04, exercises 4 and 6: trainers, judged by what the lesson measures."""
-
-from functools import cache
+"""Tables of chapter 04, exercises 4 and 6: trainers, judged by what the lesson measures."""
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import CheckFailed, fail, grader, launched, rank_errors_as_failures, run_ranks
-from course_lib.checks.trainers import expect_right, expect_sent
+from course_lib.checks.table import Exercise, Stops
+from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
+from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
+from course_lib.compare import trials
+from course_lib.compare.record import Record
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import layer_units
-from course_lib.minimal import compare, held_bytes, memory_of_a_step
-from course_lib.minimal.data import DataParallel, when_all_arrived
+from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 from course_lib.model import build
 
-NUM_PARAMS = count_parameters(compare.CONFIG)
+NUM_PARAMS = count_parameters(trials.CONFIG)
 MOST_MESSAGES = -(-NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
-ITEMSIZE = 2  # bfloat16, in which sent_bytes and memory_of_a_step compute
-SIGNS_OF_FREED_MEMORY = {
-    "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
-    "that you empty? Clone it",
-    "out of bounds for storage of size 0": "a unit was used after it was freed: gather it before its forward, and "
-    "again before its backward",
+UNIT_BYTES = 2 * max(layer_units(trials.CONFIG))  # in bfloat16
+SAYS = {
+    STEP.format("one step of SGD", "1 micro-batch"): (
+        "is every gradient complete before update, and every parameter new after it?"
+    ),
+    STEP.format("two steps of AdamW", "1 micro-batch"): f"build the optimizer once, for every parameter, and {DROP}",
+    STEP.format("one step of SGD", "3 micro-batches"): "take the mean over micro-batches, of all of them",
 }
 
 
+def wrong_steps(trainer: type) -> dict[str, type]:
+    keeps = scaled(trainer, lambda ranks, parts: 1, drops=False)
+    return wrong_means(trainer) | {f"its second step used the new gradient plus that of the first step; {DROP}": keeps}
+
+
+# ------------------------------------------------------------------------------------ 4. ZeRO-2 in buckets
 class Buckets(Zero1):
     """ZeRO-2 whose buckets may end inside a unit; a wrong answer changes what they hold, or when they are sent."""
 
-    sends_in_backward = True
+    bucket_size, sends_in_backward = BUCKET_SIZE, True
 
     def __init__(self, model, make_optimizer, group):
-        self.model, self.flats = model, [FlatParameter(bucket, group) for bucket in self.buckets(model)]
+        buckets = assign_buckets(model.parameters(), self.bucket_size)
+        self.model, self.flats = model, [FlatParameter(bucket, group) for bucket in buckets]
         self.optimizer = make_optimizer([flat.shard_p for flat in self.flats])
         if self.sends_in_backward:
             for flat in self.flats:
                 when_all_arrived(flat.params, flat.reduce_scatter)
-
-    def buckets(self, model):
-        buckets = [[]]
-        for param in reversed(list(model.parameters())):
-            if sum(param.numel() for param in buckets[-1]) >= 60_000:
-                buckets.append([])
-            buckets[-1].append(param)
-        return buckets
 
     update = Zero2.update
 
@@ -59,69 +59,42 @@ class BucketsAfterBackward(Buckets):
 class OneBucket(Buckets):
     """All gradients in one message, when backward is over."""
 
-    def buckets(self, model):
-        return [list(model.parameters())]
+    bucket_size = 10**9
 
 
-class LastMicroBatchOnly(Zero2):
-    def backward(self, micro_batches):
-        super().backward(micro_batches)
-        if len(micro_batches) > 1:
-            for flat in self.flats:
-                flat.shard_p.grad = None
-            super().backward(micro_batches[-1:])
-
-
-class SumsOverRanks(Zero2):
-    def update(self):
-        for flat in self.flats:
-            flat.shard_p.grad *= flat.group.size()
-        super().update()
-
-
-@grader(
-    right=Buckets,
-    wrong={
-        "full gradients were still there": BucketsAfterBackward,
-        "put parameters together": Zero2,
-        "backward sent one reduce-scatter": OneBucket,
-        "gradients must add up over the micro-batches": LastMicroBatchOnly,
-        "take the mean over ranks": SumsOverRanks,
-    },
-)
-def check_zero2_buckets(answer, rng):
-    """ZeRO-2 whose reduce-scatters carry buckets: right, few messages, and sent while backward runs."""
-    world_size = rng.choice([2, 4])
-    expect_right(answer, world_size)
-    calls, gradients = run_ranks(_messages, world_size, answer)[0]
-    scatters = calls.get("reduce_scatter", 0)
-    if scatters > MOST_MESSAGES:
-        fail(
-            f"backward sent {scatters} reduce-scatters, and {MOST_MESSAGES} are enough: put parameters together until "
-            "a bucket has 60,000 elements"
-        )
-    if scatters == 1:
-        fail(
-            "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has "
-            "60,000 parameters"
-        )
-    if gradients > 0.05 * NUM_PARAMS * ITEMSIZE:
-        fail(
-            f"when backward was over, {gradients:,} bytes of full gradients were still there; reduce-scatter a bucket "
-            "as soon as its gradients are complete, and drop them"
-        )
-    expect_sent(answer, world_size, 3, 4, _phase_bytes(world_size))
-
-
-def _messages(trainer: type) -> tuple[dict[str, int], int]:
-    """The collectives of one backward, and the bytes of full gradients after it."""
-    made = trainer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
-    parts = compare.micro_batches_of_rank(0, 1)
+def watch_buckets(answer, num_micro_batches):
+    seen = trained(answer, num_micro_batches)
+    if num_micro_batches > 1:
+        return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
+    made = answer(build(trials.CONFIG, dtype=torch.bfloat16), trials.master_adamw, dist.group.WORLD)
     with ByteMeter() as meter:
-        made.backward(parts)
-    return meter.calls, sum(param.grad.nbytes for param in made.model.parameters() if param.grad is not None)
+        made.backward(trials.micro_batches_of_rank(0, 1))
+    scatters = meter.calls.get("reduce_scatter", 0)
+    left = sum(param.grad.nbytes for param in made.model.parameters() if param.grad is not None)
+    return seen | {
+        "reduce-scatters of backward": Cost(scatters, MOST_MESSAGES - scatters),
+        "backward sent one reduce-scatter": scatters == 1,
+        "bytes of full gradients when backward is over": Cost(left, 0.1 * NUM_PARAMS - left),
+    }
 
 
+TOGETHER = "put parameters together until a bucket has 60,000 elements"
+EARLY = "reduce-scatter a bucket as soon as its gradients are complete, and drop them"
+WRONG_BUCKETS = wrong_steps(Zero2) | {
+    TOGETHER: Zero2,
+    "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has 60,000 "
+    "parameters": OneBucket,
+    f"full gradients were still there when backward was over; {EARLY}": BucketsAfterBackward,
+}
+SAYS_BUCKETS = SAYS | {
+    "reduce-scatters of backward": TOGETHER,
+    "bytes of full gradients when backward is over": EARLY,
+    "bytes sent": "4 phases for 3 micro-batches: a reduce-scatter of each, and one all-gather",
+}
+check_zero2_buckets = Exercise(Buckets, inputs, WRONG_BUCKETS, watch_buckets, SAYS_BUCKETS, ranks=True, seconds=60.0)
+
+
+# ------------------------------------------------------------------------------------ 6. ZeRO-3
 class ByModuleHooks(Zero3):
     """PyTorch's own backward hooks of modules."""
 
@@ -190,72 +163,43 @@ class AllReducesFirst(Zero3):
             param.register_hook(lambda grad: all_reduce(grad.contiguous(), group, op="mean"))
 
 
-class Sums(Zero3):
-    def update(self):
-        for flat in self.flats:
-            flat.shard_p.grad *= flat.group.size()
-        super().update()
+def watch_zero3(answer, num_micro_batches):
+    seen = trained(answer, num_micro_batches)
+    if num_micro_batches == 1:
+        record = Record()
+        trials.count_bytes(record, answer, *(trials.micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
+        held = record.held
+        for kind in ("optimizer", "gradients", "parameters"):
+            seen[f"bytes of {kind} at the end of backward"] = Cost(held[kind], 0.1 * held[kind])
+        seen["bytes at the peak"] = Cost(record.timeline.peak_bytes, 2 * UNIT_BYTES)
+        seen["bytes when backward is over"] = Cost(sum(held.values()), UNIT_BYTES)
+    return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 
 
-@grader(
-    right=ByModuleHooks,
-    wrong={
-        "free a unit after its forward": NeverFrees,
-        "free a unit after its backward": FreesAfterForwardAlone,
-        "gather it before its forward, and again before its backward": NeverGathersForBackward,
-        "is your shard a view of the buffer that you empty?": ShardIsAView,
-        "phases are": AllReducesFirst,
-        "take the mean over ranks": Sums,
-        "bytes of optimizer": DataParallel,
-        "bytes of parameters": Zero2,
-    },
+WRONG_ZERO3 = wrong_steps(Zero3) | {
+    "every rank has all states of the optimizer; give it the shards alone": DataParallel,
+    "every rank has all parameters; free a unit's buffer, and keep the shard": Zero2,
+    "free a unit after its forward, and after its backward": NeverFrees,
+    "free a unit after its backward too, once its gradients are reduced": FreesAfterForwardAlone,
+    "3 phases are enough: two all-gathers and a reduce-scatter, which gives the shard of the mean": AllReducesFirst,
+    "gather it before its forward, and again before its backward": Stops(NeverGathersForBackward),
+    "is your shard a view of the buffer that you empty?": Stops(ShardIsAView),
+}
+SAYS_ZERO3 = SAYS | {
+    "bytes at the peak": "free a unit after its forward, and after its backward",
+    "bytes when backward is over": "free a unit after its backward too, once its gradients are reduced",
+    "bytes sent": "3 phases for each micro-batch: two all-gathers and a reduce-scatter",
+}
+SAYS_ZERO3 |= dict.fromkeys(
+    [f"bytes of {kind} at the end of backward" for kind in ("optimizer", "gradients", "parameters")],
+    "a rank keeps its shard alone",
 )
-def check_zero3(answer, rng):
-    """ZeRO-3 from an empty cell: right, at most 3 phases, states in shards, one or two units full at a time."""
-    world_size = rng.choice([2, 4])
-    try:
-        expect_right(answer, world_size)
-    except CheckFailed as failure:
-        why = next((why for sign, why in SIGNS_OF_FREED_MEMORY.items() if sign in str(failure)), None)
-        if why is None:
-            raise
-        fail(f"{why}\n{failure}")
-    with rank_errors_as_failures(world_size):
-        held = launched(held_bytes, answer, world_size)
-        peak = launched(_peak_bytes, answer, world_size)
-    enough, left_by_ours = _bytes_of_ours(world_size)
-    for kind, per_parameter in (("optimizer", 12), ("gradients", 2), ("parameters", 2)):
-        shard = per_parameter * NUM_PARAMS / world_size
-        if held[kind] > 1.1 * shard:
-            fail(
-                f"at the end of backward a rank holds {held[kind]:,} bytes of {kind}, and its shard is "
-                f"{shard:,.0f} bytes"
-            )
-    if peak > enough + 2 * ITEMSIZE * max(layer_units(compare.CONFIG)):
-        fail(
-            f"at its peak a rank holds {peak:,} bytes, and {enough:,} are enough: free a unit after its forward, "
-            "and after its backward"
-        )
-    with rank_errors_as_failures(world_size):
-        left = launched(compare.bytes_after_backward, answer, world_size) - left_by_ours
-    if left > ITEMSIZE * max(layer_units(compare.CONFIG)):
-        fail(
-            f"when backward is over, {left:,} bytes more than the shards are alive: free a unit after its backward "
-            "too, once its gradients are reduced"
-        )
-    expect_sent(answer, world_size, 1, 3, _phase_bytes(world_size))
-    expect_sent(answer, world_size, 3, 9, _phase_bytes(world_size))
-
-
-@cache
-def _bytes_of_ours(world_size: int) -> tuple[int, int]:
-    """What the lesson's trainer holds at its peak and after backward: the same at every check."""
-    return _peak_bytes(Zero3, world_size), compare.bytes_after_backward(Zero3, world_size)
-
-
-def _peak_bytes(trainer: type, world_size: int) -> int:
-    return memory_of_a_step(trainer, world_size).peak_bytes
-
-
-def _phase_bytes(world_size: int) -> int:
-    return ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size
+FREED = {
+    "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
+    "that you empty? Clone it",
+    "out of bounds for storage of size 0": "a unit was used after it was freed: gather it before its forward, and "
+    "again before its backward",
+}
+check_zero3 = Exercise(
+    Zero3, inputs, WRONG_ZERO3, watch_zero3, SAYS_ZERO3, ranks=True, seconds=60.0, right=ByModuleHooks, errors=FREED
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.checks.core import CheckFailed, fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
 
 WIDTH = 4
@@ -193,33 +193,21 @@ def _since_freed(events: list[tuple[str, int]], index: int, stop: int) -> list[t
     return until[freed[-1] + 1 :] if freed else until
 
 
-check_gather_use_free = Exercise(
-    "check_gather_use_free",
-    _stage_3,
-    _keeps_the_last_unit,
-    _inputs,
-    {
-        "a gradient was never reduced": partial(_stage_3, reduce=False),
-        "too many units were whole at once: free a unit after its turn": partial(_stage_3, free=False),
-        "units are still whole; free them after their backward": _left_whole,
-        "forward runs from the first unit to the last, and backward from the last to the first": partial(
-            _stage_3, reverse=False
-        ),
-        "while a unit runs nothing is gathered ahead; start to gather the next one before": partial(
-            _stage_3, ahead=False
-        ),
-    },
-    _events,
-    {
-        "units that ran forward": "once is right for each",
-        "units that ran backward": "once is right for each",
-        "turns without a gather": "start to gather the next unit before",
-        "gathers": "once for forward, once for backward",
-    },
-    ranks=True,
-    breaks={
-        "runs forward with freed parameters": lambda units, x: units[0].forward(x),
-        "so gather it again": partial(_stage_3, gather_again=False),
-        "wait() for it first": partial(_stage_3, wait=False),
-    },
-)
+wrong = partial(partial, _stage_3)
+WRONG = {
+    "a gradient was never reduced": wrong(reduce=False),
+    "too many units were whole at once: free a unit after its turn": wrong(free=False),
+    "units are still whole; free them after their backward": _left_whole,
+    "forward runs from the first unit to the last, and backward from the last to the first": wrong(reverse=False),
+    "while a unit runs nothing is gathered ahead; start to gather the next one before": wrong(ahead=False),
+    "runs forward with freed parameters": Stops(lambda units, x: units[0].forward(x)),
+    "so gather it again": Stops(wrong(gather_again=False)),
+    "wait() for it first": Stops(wrong(wait=False)),
+}
+SAYS = {
+    "units that ran forward": "once is right for each",
+    "units that ran backward": "once is right for each",
+    "turns without a gather": "start to gather the next unit before",
+    "gathers": "once for forward, once for backward",
+}
+check_gather_use_free = Exercise(_stage_3, _inputs, WRONG, _events, SAYS, right=_keeps_the_last_unit, ranks=True)

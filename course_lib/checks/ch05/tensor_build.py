@@ -1,10 +1,11 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
-from course_lib.minimal import compare
+from course_lib.compare.record import Record
+from course_lib.compare.trials import count_bytes, micro_batches_of_rank
 from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.parallel import tensor as engine_of
 from course_lib.parallel.engine import full_parameters
@@ -93,16 +94,12 @@ class FBeforeEachColumn(WithoutF):
                 put_before(layer, copy_in, group)
 
 
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
-
-
 def watch(answer, num_micro_batches):
     seen = {"same_tokens": getattr(answer, "same_tokens", False)} | trained(answer, num_micro_batches)
     if num_micro_batches == 1:
-        held, _ = compare._memory(answer, compare.SEQ_LEN, 1)
-        kinds = ("parameters", "gradients", "optimizer")
+        record = Record()
+        count_bytes(record, answer, *(micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
+        held, kinds = record.held, ("parameters", "gradients", "optimizer")
         seen["bytes held at the end of backward"] = {kind: Cost(held[kind], 0.02 * held[kind]) for kind in kinds}
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 
@@ -112,30 +109,22 @@ DIVIDED = "is each loss divided by the number of micro-batches?"
 PARTS = "cut every matrix, the embedding and the head as well, and let the full ones go"
 ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
 FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
+WRONG = {
+    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": ForgetsSameTokens,
+    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
+    "there is no g behind the rows: what goes on is a partial sum": WithoutG,
+    "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
+    "the loss is wrong: a rank counts a target's logit only where the target is its own": CountsTargetsOfOtherRanks,
+    DIVIDED: ForgetsMicroBatches,
+    PARTS: HeadStaysFull,
+    ENOUGH: FBeforeEachColumn,
+}
+SAYS = {
+    STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
+    STEP.format("3 micro-batches"): DIVIDED,
+    "bytes held at the end of backward": PARTS,
+    "bytes sent": ENOUGH,
+}
 check_tensor_parallel = Exercise(
-    "check_tensor_parallel",
-    TensorParallel,
-    ByTheEngine,
-    inputs,
-    {
-        "the class needs `same_tokens = True`: without it the check gives every rank other "
-        "sequences": ForgetsSameTokens,
-        "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
-        "there is no g behind the rows: what goes on is a partial sum": WithoutG,
-        "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
-        "the loss itself is wrong: a rank counts a target's logit only where the target is its "
-        "own": CountsTargetsOfOtherRanks,
-        DIVIDED: ForgetsMicroBatches,
-        PARTS: HeadStaysFull,
-        ENOUGH: FBeforeEachColumn,
-    },
-    watch,
-    {
-        STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
-        STEP.format("3 micro-batches"): DIVIDED,
-        "bytes held at the end of backward": PARTS,
-        "bytes sent": ENOUGH,
-    },
-    ranks=True,
-    seconds=60.0,
+    TensorParallel, inputs, WRONG, watch, SAYS, right=ByTheEngine, ranks=True, seconds=60.0
 )

@@ -5,7 +5,7 @@ from functools import partial
 import torch.nn.functional as F
 
 from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Each, on_ranks, several
 from course_lib.comm import all_reduce, join
 from course_lib.comm.conjugate import my_piece
@@ -73,32 +73,22 @@ def _of_the_last_for_the_rest(queries, N, K, tp, rank):
     return list(range(first, first + each))
 
 
-check_heads = Exercise(
-    "check_heads",
-    _heads(),
-    _heads_by_bounds,
-    _every_rank,
-    {
-        "neighbours together, as an equal cut of the weight": _heads(
-            queries=lambda N, tp, rank: list(range(rank, N, tp))
-        ),
-        "every key/value head; a rank needs only those that its own query heads read": _heads(
-            kv=lambda queries, N, K, tp, rank: list(range(K))
-        ),
-        "key/value heads are dealt out in turns; its query heads read neighbours": _heads(
-            kv=lambda queries, N, K, tp, rank: list(range(rank % K, K, tp))
-        ),
-        "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": _heads(
-            kv=lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
-        ),
-        "tp does not divide the query heads, or of K and tp neither divides the other: raise ValueError": _heads(
-            refuses=False
-        ),
-    },
-    _dealt,
-    {"key/value heads": "a rank has those that its query heads read"},
-    breaks={"a rank has those that its query heads read": _heads(kv=_of_the_last_for_the_rest)},
-)
+WRONG_HEADS = {
+    "neighbours together, as an equal cut of the weight": _heads(queries=lambda N, tp, rank: list(range(rank, N, tp))),
+    "every key/value head; a rank needs only those that its own query heads read": _heads(
+        kv=lambda queries, N, K, tp, rank: list(range(K))
+    ),
+    "key/value heads are dealt out in turns; its query heads read neighbours": _heads(
+        kv=lambda queries, N, K, tp, rank: list(range(rank % K, K, tp))
+    ),
+    "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": _heads(
+        kv=lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
+    ),
+    "tp must divide the query heads, and of K and tp one the other; else raise ValueError": _heads(refuses=False),
+    "a rank has those that its query heads read": Stops(_heads(kv=_of_the_last_for_the_rest)),
+}
+SAYS_HEADS = {"key/value heads": "a rank has those that its query heads read"}
+check_heads = Exercise(_heads(), _every_rank, WRONG_HEADS, _dealt, SAYS_HEADS, right=_heads_by_bounds)
 
 
 # ------------------------------------------------------------------------------------ 2. the share of communication
@@ -112,30 +102,21 @@ def _seconds(trips=lambda tp: 2 * (tp - 1) / tp, way=0.5, flops=6, gpus=lambda t
     return share
 
 
-def _in_one_line(num_layers, d_model, num_parameters, tp, sold_bytes_per_s, flops_per_s):
-    return 32 * num_layers * d_model * (tp - 1) * flops_per_s / (6 * num_parameters * sold_bytes_per_s)
-
-
 def _models(rng):
     sizes = [(rng.randrange(10, 100), 128 * rng.randrange(8, 130), rng.choice([3, 4, 6, 8])) for _ in range(5)]
     return [(n, d, 12 * n * d**2, tp, rng.uniform(1e11, 9e11), rng.uniform(1e14, 9e14)) for n, d, tp in sizes]
 
 
-check_share = Exercise(
-    "check_share",
-    _seconds(),
-    _in_one_line,
-    _models,
-    {
-        "it is half of what is right. Either the data sheet's number was used as it is (it adds both directions, and "
-        "one of them bounds a ring), or only forward's two all-reduces a layer were counted": _seconds(way=1),
-        "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 1),
-        "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 2),
-        "each GPU computes only 1 / tp of the FLOPs": _seconds(gpus=lambda tp: 1),
-        "a bf16 number has 2 bytes": _seconds(way=0.25),
-        "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": _seconds(flops=2),
-    },
-)
+WRONG_SHARE = {
+    "it is half of what is right. Either the data sheet's number was used as it is (it adds both directions, and "
+    "one of them bounds a ring), or only forward's two all-reduces a layer were counted": _seconds(way=1),
+    "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 1),
+    "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 2),
+    "each GPU computes only 1 / tp of the FLOPs": _seconds(gpus=lambda tp: 1),
+    "a bf16 number has 2 bytes": _seconds(way=0.25),
+    "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": _seconds(flops=2),
+}
+check_share = Exercise(_seconds(), _models, WRONG_SHARE)
 
 
 # ------------------------------------------------------------------------------------ 3. a row layer
@@ -170,33 +151,17 @@ def _layer(answer, x_BSf, w_DF, b_D):
 
 
 _PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
-check_row = Exercise(
-    "check_row",
-    _row,
-    _bias_in_shares,
-    _layers,
-    {
-        "the bias is in it once for every rank; add it once, after the sum": partial(
-            _row, bias=lambda b_D, group: b_D * group.size()
-        ),
-        "the bias is missing": partial(_row, bias=lambda b_D, group: 0),
-        _PARTIAL: [partial(_row, op=None), partial(_row, op=None, bias=lambda b_D, group: 0)],
-        "the partial sums were averaged": partial(_row, op="mean"),
-        "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": partial(
-            _row, dim=0
-        ),
-    },
-    _layer,
-    {
-        "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
-        "bytes sent": "one all-reduce of the result sends no more",
-    },
-    True,
-    "Does every rank of the group make the same calls in the same order?",
-    breaks={
-        "one all-reduce of the result sends": _whole_inputs,
-        "arguments changed": lambda x_BSf, w_DF, b_D, group: (
-            _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()
-        ),
-    },
-)
+wrong = partial(partial, _row)
+WRONG_ROW = {
+    "the bias is in it once a rank; add it once, after the sum": wrong(bias=lambda b_D, group: b_D * group.size()),
+    "the bias is missing": wrong(bias=lambda b_D, group: 0),
+    _PARTIAL: [wrong(op=None), wrong(op=None, bias=lambda b_D, group: 0)],
+    "the partial sums were averaged": wrong(op="mean"),
+    "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": wrong(dim=0),
+    "one all-reduce of the result sends": Stops(_whole_inputs),
+    "arguments changed": Stops(
+        lambda x_BSf, w_DF, b_D, group: _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()
+    ),
+}
+SAYS_ROW = {"bytes sent": "one all-reduce of the result sends no more"}
+check_row = Exercise(_row, _layers, WRONG_ROW, _layer, SAYS_ROW, right=_bias_in_shares, ranks=True)

@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
 from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import agree, on_ranks, several
 from course_lib.comm import all_gather, all_reduce
 from course_lib.comm.conjugate import copy_in, my_piece
@@ -47,40 +47,29 @@ def _gather(answer, seed):
     return {"x or the gradient of y changed": not agree((x_Tf, grad_TF), before)} | seen
 
 
-def _ranks_and_seeds(rng):
-    return [(size, fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
-
-
+WRONG_GATHER = {
+    "the parts stand in another order; rank 0's come first": _gathered(
+        lambda x_Tf, group: torch.cat(_side_by_side(x_Tf, group).chunk(group.size(), -1)[::-1], -1)
+    ),
+    "this is the rank's own part; forward is an all-gather": _gathered(lambda x_Tf, group: x_Tf.clone()),
+    "the parts are below each other; features belong side by side, in the last dimension": _gathered(all_gather),
+    "no gradient reaches x; autograd needs a Function with a backward, applied by `.apply`": _side_by_side,
+    "each rank has the full gradient already, and it was summed again": _gathered(
+        backward=lambda grad_TF, group: _mine(all_reduce(grad_TF, group), group)
+    ),
+    "it was divided by the number of ranks; each rank has the full gradient already": _gathered(
+        backward=lambda grad_TF, group: _mine(grad_TF, group) / group.size()
+    ),
+    "gradient of another rank's features": _gathered(backward=lambda grad_TF, group: _mine(grad_TF, group, after=1)),
+    "one all-gather sends": Stops(_gathered(_by_an_all_reduce)),
+}
+SAYS_GATHER = {
+    "x or the gradient of y changed": "work on a copy",
+    "bytes sent forward": "one all-gather sends no more",
+    "bytes sent backward": "each rank has the full gradient already, so backward sends nothing",
+}
 check_gather_features = Exercise(
-    "check_gather_features",
-    _gathered(),
-    _gathered(_with_lists),
-    _ranks_and_seeds,
-    {
-        "the parts stand in another order; rank 0's come first": _gathered(
-            lambda x_Tf, group: torch.cat(_side_by_side(x_Tf, group).chunk(group.size(), -1)[::-1], -1)
-        ),
-        "this is the rank's own part; forward is an all-gather": _gathered(lambda x_Tf, group: x_Tf.clone()),
-        "the parts are below each other; features belong side by side, in the last dimension": _gathered(all_gather),
-        "no gradient reaches x; autograd needs a Function with a backward, applied by `.apply`": _side_by_side,
-        "each rank has the full gradient already, and it was summed again": _gathered(
-            backward=lambda grad_TF, group: _mine(all_reduce(grad_TF, group), group)
-        ),
-        "it was divided by the number of ranks; each rank has the full gradient already": _gathered(
-            backward=lambda grad_TF, group: _mine(grad_TF, group) / group.size()
-        ),
-        "it is the gradient of another rank's features": _gathered(
-            backward=lambda grad_TF, group: _mine(grad_TF, group, after=1)
-        ),
-    },
-    _gather,
-    {
-        "x or the gradient of y changed": "work on a copy",
-        "bytes sent forward": "one all-gather sends no more",
-        "bytes sent backward": "each rank has the full gradient already, so backward sends nothing",
-    },
-    True,
-    breaks={"one all-gather sends": _gathered(_by_an_all_reduce)},
+    _gathered(), ranks_and_seeds, WRONG_GATHER, _gather, SAYS_GATHER, right=_gathered(_with_lists), ranks=True
 )
 
 
@@ -127,31 +116,20 @@ def _backward(answer, D, f, seed):
 
 
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
-check_column_backward = Exercise(
-    "check_column_backward",
-    _column,
-    _by_autograd,
-    _layers,
-    {
-        "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be "
-        "summed": partial(_column, of_x=lambda grad, group: grad),
-        "the partial sums were averaged": partial(_column, of_x=_mean),
-        _ANOTHER.format("weight"): partial(_column, of_w=all_reduce),
-        "averaged over ranks": partial(_column, of_w=_mean),
-        _ANOTHER.format("bias"): partial(_column, of_b=all_reduce),
-        "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
-    },
-    _backward,
-    {
-        "bytes sent": "one all-reduce of x's gradient sends no more",
-    },
-    True,
-    breaks={
-        "one all-reduce of x's gradient sends": partial(
-            _column, of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad
-        )
-    },
-)
+wrong = partial(partial, _column)
+WRONG_COLUMN = {
+    "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": wrong(
+        of_x=lambda grad, group: grad
+    ),
+    "the partial sums were averaged": wrong(of_x=_mean),
+    _ANOTHER.format("weight"): wrong(of_w=all_reduce),
+    "averaged over ranks": wrong(of_w=_mean),
+    _ANOTHER.format("bias"): wrong(of_b=all_reduce),
+    "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
+    "one all-reduce of x's gradient sends": Stops(wrong(of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad)),
+}
+SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
+check_column_backward = Exercise(_column, _layers, WRONG_COLUMN, _backward, SAYS_COLUMN, right=_by_autograd, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces
@@ -217,33 +195,27 @@ def _loss(answer, V, scale, seed):
 _SCALES = "each rank took its own largest logit out{}; exponentials of different scales cannot be added"
 _OTHERS = "a target that is another rank's was answered with a logit of one's own{}; answer it with 0"
 _PLACE_0 = "for a target that is another rank's the logit at place 0{} was counted; multiply by is-it-mine"
+WRONG_LOSS = {
+    "the loss is not finite; take the largest logit, of all ranks, out before exp": _pieces(largest="none"),
+    _SCALES.format(""): _pieces(largest="own"),
+    _SCALES.format(", of the target as well"): _pieces(largest="own", less_m=True),
+    _OTHERS.format(""): _pieces(masked="clamp"),
+    _OTHERS.format(", less m"): _pieces(masked="clamp", less_m=True),
+    _PLACE_0.format(""): _pieces(masked=False),
+    _PLACE_0.format(", less m,"): _pieces(masked=False, less_m=True),
+    "the sum of exponentials is the rank's own; it must run over all ranks' logits": _pieces(sums="own"),
+    "this is the softmax; at the target 1 is subtracted": _pieces(one="none"),
+    "the softmax of the rank's own logits; divide by the sum over all ranks": _pieces(softmax="own"),
+    "1 was subtracted on every rank; only the rank that has the target does so": [
+        _pieces(one="all"),
+        _pieces(one="all", masked="clamped"),
+    ],
+    "three numbers per token, never the logits": Stops(_gathers_the_logits),
+}
+SAYS_LOSS = {
+    "the loss is finite": "take the largest logit, of all ranks, out before exp",
+    "bytes sent": "three numbers per token, never the logits",
+}
 check_vocab_loss = Exercise(
-    "check_vocab_loss",
-    _pieces(),
-    _two_sums_in_one_message,
-    _vocabularies,
-    {
-        "the loss is not finite; take the largest logit, of all ranks, out before exp": _pieces(largest="none"),
-        _SCALES.format(""): _pieces(largest="own"),
-        _SCALES.format(", of the target as well"): _pieces(largest="own", less_m=True),
-        _OTHERS.format(""): _pieces(masked="clamp"),
-        _OTHERS.format(", less m"): _pieces(masked="clamp", less_m=True),
-        _PLACE_0.format(""): _pieces(masked=False),
-        _PLACE_0.format(", less m,"): _pieces(masked=False, less_m=True),
-        "the sum of exponentials is the rank's own; it must run over all ranks' logits": _pieces(sums="own"),
-        "this is the softmax; at the target 1 is subtracted": _pieces(one="none"),
-        "the softmax of the rank's own logits; divide by the sum over all ranks": _pieces(softmax="own"),
-        "1 was subtracted on every rank; only the rank that has the target does so": [
-            _pieces(one="all"),
-            _pieces(one="all", masked="clamped"),
-        ],
-    },
-    _loss,
-    {
-        "the loss is finite": "take the largest logit, of all ranks, out before exp",
-        "bytes sent": "three numbers per token, never the logits",
-    },
-    True,
-    "Does every rank of the group make the same calls in the same order?",
-    breaks={"three numbers per token, never the logits": _gathers_the_logits},
+    _pieces(), _vocabularies, WRONG_LOSS, _loss, SAYS_LOSS, right=_two_sums_in_one_message, ranks=True
 )

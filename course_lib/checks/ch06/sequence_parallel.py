@@ -24,13 +24,6 @@ def _off(*regions, sp=(False, True), tokens=lambda S, mine, t: mine, width=lambd
     return shape
 
 
-def _shape_in_a_list(region, sp, config, B, S, t, rank):
-    each = -(-S // t)
-    mine = min(S, (rank + 1) * each) - min(S, rank * each)
-    width = {"queries": config.num_heads // t * config.head_dim, "features": config.d_ff // t}
-    return [B, mine if sp and region == "residual" else S, width.get(region, config.d_model)]
-
-
 def _regions(rng):
     """For tokens that divide and that do not."""
     cases = []
@@ -48,29 +41,23 @@ def _of_region(answer, region, sp, *sizes):
     return {f"{region} with sp={sp}": answer(region, sp, *sizes)}
 
 
-check_shape = Exercise(
-    "check_shape",
-    _shape,
-    _shape_in_a_list,
-    _regions,
-    {
-        "tensor parallelism alone leaves the residual stream whole on every rank": _off("residual", sp=(False,)),
-        "with sp the residual stream is in shards along the sequence": _off("residual", tokens=lambda S, mine, t: S),
-        "tokens that do not divide: the first ranks have ceil(S / t) each": _off(
-            "residual", sp=(True,), tokens=lambda S, mine, t: S // t
-        ),
-        "a column's input is gathered first: it needs all tokens": _off("column input"),
-        "it is still a part of a sum over all tokens, and is cut when it leaves": _off("row output"),
-        "a tensor is cut along the sequence or along features, never both": [
-            _off("queries", "features"),
-            _off("residual", "column input", "row output", width=lambda width, t: width // t),
-        ],
-        "the residual stream is cut along the sequence, not along features": _off(
-            "residual", "column input", "row output", tokens=lambda S, mine, t: S, width=lambda width, t: width // t
-        ),
-    },
-    _of_region,
-)
+WRONG_SHAPE = {
+    "tensor parallelism alone leaves the residual stream whole on every rank": _off("residual", sp=(False,)),
+    "with sp the residual stream is in shards along the sequence": _off("residual", tokens=lambda S, mine, t: S),
+    "tokens that do not divide: the first ranks have ceil(S / t) each": _off(
+        "residual", sp=(True,), tokens=lambda S, mine, t: S // t
+    ),
+    "a column's input is gathered first: it needs all tokens": _off("column input"),
+    "it is still a part of a sum over all tokens, and is cut when it leaves": _off("row output"),
+    "a tensor is cut along the sequence or along features, never both": [
+        _off("queries", "features"),
+        _off("residual", "column input", "row output", width=lambda width, t: width // t),
+    ],
+    "the residual stream is cut along the sequence, not along features": _off(
+        "residual", "column input", "row output", tokens=lambda S, mine, t: S, width=lambda width, t: width // t
+    ),
+}
+check_shape = Exercise(_shape, _regions, WRONG_SHAPE, _of_region)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes kept
@@ -91,12 +78,6 @@ def _kept_if(of, modes=("tp", "tp+sp", "regather"), recomputes=("none", "selecti
     )
 
 
-def _kept_from_one_gpu(mode, recompute, t, scores):
-    whole = {"full": 2, "selective": 34, "none": 34 + scores}[recompute]
-    copies = {"tp": 2 if recompute == "full" else 10, "tp+sp": 0 if recompute == "full" else 4, "regather": 0}[mode]
-    return copies + (whole - copies) / t
-
-
 def _modes(rng):
     return [
         (mode, recompute, rng.choice([2, 4, 8, 16]), rng.randrange(20, 200))
@@ -111,36 +92,30 @@ def _of_mode(answer, mode, recompute, t, scores):
 
 _SP = ("tp+sp", "regather")
 _CUT = "of TP's 10 + 24/t only the 10 is still to be divided: 24/t"
-check_kept = Exercise(
-    "check_kept",
-    _kept,
-    _kept_from_one_gpu,
-    _modes,
-    {
-        "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ("tp",)),
-        "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept_if(
-            lambda _, *case: _kept("regather", *case), ("tp+sp",)
-        ),
-        "here the inputs of columns are kept as shards": _kept_if(lambda _, *case: _kept("tp+sp", *case)),
-        f"{_CUT} is inside attention and MLP, cut already": _kept_if(
-            lambda mode, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
-        ),
-        f"{_CUT}, like the scores, is cut already": _kept_if(
-            lambda mode, recompute, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ("none",)
-        ),
-        "scores belong to heads, and heads are divided": _kept_if(
-            lambda mode, recompute, t, scores: _kept(mode, recompute, t, scores * t), recomputes=("none",)
-        ),
-        "selective recomputation keeps no scores": _kept_if(
-            lambda mode, recompute, *case: _kept(mode, "none", *case), recomputes=("selective",)
-        ),
-        "without sp each rank keeps the whole input of a layer": _kept_if(
-            lambda mode, recompute, t, scores: 2 / t, ("tp",), ("full",)
-        ),
-        "with sp a layer's input is in shards": _kept_if(lambda *case: 2, _SP, ("full",)),
-    },
-    _of_mode,
-)
+WRONG_KEPT = {
+    "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ("tp",)),
+    "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept_if(
+        lambda _, *case: _kept("regather", *case), ("tp+sp",)
+    ),
+    "here the inputs of columns are kept as shards": _kept_if(lambda _, *case: _kept("tp+sp", *case)),
+    f"{_CUT} is inside attention and MLP, cut already": _kept_if(
+        lambda mode, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
+    ),
+    f"{_CUT}, like the scores, is cut already": _kept_if(
+        lambda mode, recompute, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ("none",)
+    ),
+    "scores belong to heads, and heads are divided": _kept_if(
+        lambda mode, recompute, t, scores: _kept(mode, recompute, t, scores * t), recomputes=("none",)
+    ),
+    "selective recomputation keeps no scores": _kept_if(
+        lambda mode, recompute, *case: _kept(mode, "none", *case), recomputes=("selective",)
+    ),
+    "without sp each rank keeps the whole input of a layer": _kept_if(
+        lambda mode, recompute, t, scores: 2 / t, ("tp",), ("full",)
+    ),
+    "with sp a layer's input is in shards": _kept_if(lambda *case: 2, _SP, ("full",)),
+}
+check_kept = Exercise(_kept, _modes, WRONG_KEPT, _of_mode)
 
 
 # ------------------------------------------------------------------------------------ 6. the cheapest way that fits
@@ -156,15 +131,6 @@ def _choice(**believed):
         raise ValueError("nothing fits")
 
     return choice
-
-
-def _choice_from_the_end(free_bytes, s, b, h, layers, t):
-    found = None
-    for way, units in (("full", (2 * layers + 32) / t), ("regather", layers * 34 / t), ("keep", layers * (4 + 30 / t))):
-        found = way if units * s * b * h <= free_bytes else found
-    if found is None:
-        raise ValueError("too little memory")
-    return found
 
 
 def _limits(rng):
@@ -191,21 +157,13 @@ def _way(answer, free_bytes, s, b, h, layers, t):
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}
-check_choice = Exercise(
-    "check_choice",
-    _choice(),
-    _choice_from_the_end,
-    _limits,
-    {
-        "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise "
-        "ValueError": _choice(full=lambda layers, t: 2 * layers),
-        "it raised ValueError, but 'full' fits: its bytes are divided by t": _choice(
-            full=lambda layers, t: (2 * layers + 32) * t
-        ),
-        "another way fits as well, and is cheaper": _choice(**_NEVER),
-        "'keep' needs 30/t + 4 for each layer, and does not fit": _choice(keep=lambda layers, t: 34 * layers),
-        "'regather' needs 34/t for each layer, and does not fit": _choice(regather=lambda layers, t: 34),
-    },
-    _way,
-    {"where nothing fits": "raise ValueError"},
-)
+WRONG_CHOICE = {
+    "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise ValueError": _choice(
+        full=lambda layers, t: 2 * layers
+    ),
+    "ValueError, but 'full' fits: its bytes are divided by t": _choice(full=lambda layers, t: (2 * layers + 32) * t),
+    "another way fits as well, and is cheaper": _choice(**_NEVER),
+    "'keep' needs 30/t + 4 for each layer, and does not fit": _choice(keep=lambda layers, t: 34 * layers),
+    "'regather' needs 34/t for each layer, and does not fit": _choice(regather=lambda layers, t: 34),
+}
+check_choice = Exercise(_choice(), _limits, WRONG_CHOICE, _way, {"where nothing fits": "raise ValueError"})

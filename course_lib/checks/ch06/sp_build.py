@@ -5,13 +5,13 @@ import torch.distributed as dist
 
 from course_lib.checks.functions import function
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
-from course_lib.minimal import compare, compare_cut_model
-from course_lib.minimal.compare_parts import my_part
+from course_lib.compare import trials
+from course_lib.compare.record import Record
 from course_lib.minimal.sequence import TensorSequenceParallel, norms_of, sum_norm_gradients
-from course_lib.minimal.tensor import TensorParallel
+from course_lib.minimal.tensor import TensorParallel, cut_dim
 from course_lib.model import build
 from course_lib.training import loss_of
 
@@ -84,35 +84,37 @@ class CutsTheBatch(TensorSequenceParallel):
     leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
 
 
-def inputs(rng):
-    [size] = rng.choices([2, 4])
-    return [(size, 1), (size, 3)]
-
-
 def watch(answer, num_micro_batches):
     if num_micro_batches > 1:
         return trained(answer, num_micro_batches)
-    group, D = dist.group.WORLD, compare.CONFIG.d_model
+    group, D = dist.group.WORLD, trials.CONFIG.d_model
     seen = _gradients(answer) | trained(answer, 1)
     params_P = torch.cat([param.flatten() for param in list(seen.values())[-1].values()])  # equal where copies are
     seen["different models that the ranks would save"] = len(all_gather(params_P[None], group).unique(dim=0))
-    one, two = compare_cut_model._kept(answer, compare.SEQ_LEN)
-    kept = (two - one) / (compare_cut_model.SEQUENCES * compare.SEQ_LEN * D)
+    record = Record()
+    trials.as_block(record, answer)
+    kept = record.kept
     seen["bytes that a block saves for backward, per token and feature"] = Cost(kept, 0.01 * kept)
     sent = sent_in_a_step(answer, 1)
-    regathers = kept <= 1.01 * (38 + 8 / D + 4 * compare.CONFIG.num_heads / D) / group.size()
-    tokens = compare.SEQUENCES * compare.SEQ_LEN
-    phases = 2 * compare.CONFIG.num_layers + 1 if regathers else 0  # the inputs of columns are gathered again
+    regathers = kept <= 1.01 * (38 + 8 / D + 4 * trials.CONFIG.num_heads / D) / group.size()
+    tokens = trials.SEQUENCES * trials.SEQ_LEN
+    phases = 2 * trials.CONFIG.num_layers + 1 if regathers else 0  # the inputs of columns are gathered again
     again = phases * 2 * tokens * D * (group.size() - 1) // group.size()
     return seen | {"bytes sent": Cost(sent.value - again, sent.slack)}
 
 
+def _my_part(full, shape):
+    """This rank's part of a tensor: cut along the dimension in which the shapes differ, or all of it."""
+    dim = cut_dim(shape, full.shape)
+    return full if dim is None else split(full, dist.group.WORLD, dim)
+
+
 def _gradients(answer):
     """Watch the tokens of the first norm, the loss, and the gradients as the optimizer is given them."""
-    made, normed, seen = answer(build(compare.CONFIG, dtype=torch.float64), compare.sgd, dist.group.WORLD), [], {}
+    made, normed, seen = answer(build(trials.CONFIG, dtype=torch.float64), trials.sgd, dist.group.WORLD), [], {}
     made.model.blocks[0].attention_norm.register_forward_pre_hook(lambda _, args: normed.append(tuple(args[0].shape)))
-    [part] = compare.micro_batches_of_rank(0, 1, trainer=answer)
-    whole = build(compare.CONFIG, dtype=torch.float64)
+    [part] = trials.micro_batches_of_rank(0, 1, trainer=answer)
+    whole = build(trials.CONFIG, dtype=torch.float64)
     full_loss = loss_of(whole, *part)
     full_loss.backward()
     full = {name: param.grad for name, param in whole.named_parameters()}
@@ -120,7 +122,7 @@ def _gradients(answer):
         loss = made.loss(*part) - full_loss.detach()
 
     def note(*_) -> None:
-        off = {n: p.grad - my_part(full[n], p.shape) for n, p in made.model.named_parameters()}
+        off = {n: p.grad - _my_part(full[n], p.shape) for n, p in made.model.named_parameters()}
         for kind, is_norm in (("norms", True), ("matrices", False)):
             seen[f"gradients of {kind} less one process's"] = {n: x for n, x in off.items() if ("norm" in n) == is_norm}
 
@@ -142,33 +144,26 @@ ENOUGH = (
     "an all-reduce followed by a slice sends twice what a reduce-scatter sends, and of the gradients only those of "
     "norms are sent"
 )
+WRONG = {
+    "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
+    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
+    SUM: WithoutTheSum,
+    "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
+    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
+    "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
+    "sum once, after the last micro-batch: a second sum counts the first micro-batches again": SumsAfterEachMicroBatch,
+    GATHER: JoinsInFront,
+    ENOUGH: AllReducesAndSlices,
+}
+SAYS = {
+    "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
+    "the loss less one process's": "leave() must sum the ranks' partial sums",
+    "gradients of norms less one process's": SUM,
+    "gradients of matrices less one process's": GATHER,
+    "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
+    "rank's tokens only",
+    "bytes sent": ENOUGH,
+}
 check_sequence_parallel = Exercise(
-    "check_sequence_parallel",
-    TensorSequenceParallel,
-    FromItsParts,
-    inputs,
-    {
-        "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
-        "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
-        SUM: WithoutTheSum,
-        "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
-        "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
-        "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
-        "sum once per step, after the last micro-batch: a second sum counts the first micro-batches "
-        "again": SumsAfterEachMicroBatch,
-        GATHER: JoinsInFront,
-        ENOUGH: AllReducesAndSlices,
-    },
-    watch,
-    {
-        "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
-        "the loss less one process's": "leave() must sum the ranks' partial sums",
-        "gradients of norms less one process's": SUM,
-        "gradients of matrices less one process's": GATHER,
-        "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
-        "rank's tokens only",
-        "bytes sent": ENOUGH,
-    },
-    ranks=True,
-    seconds=60.0,
+    TensorSequenceParallel, inputs, WRONG, watch, SAYS, right=FromItsParts, ranks=True, seconds=60.0
 )

@@ -9,18 +9,9 @@ from torch import Tensor, nn
 
 from course_lib.checks.core import fresh_seed, numbers
 from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
-from course_lib.comm import (
-    all_gather,
-    all_reduce,
-    gather_in,
-    join,
-    reduce_scatter,
-    scatter_sum,
-    split,
-    sum_out,
-)
+from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.layout.partition import piece_sizes
 from course_lib.measure.meter import ByteMeter
 
@@ -79,37 +70,31 @@ def _cross(answer, B, S, D, seed):
 
 
 _HALF = "half an all-reduce; a whole one sums tokens that are not yours"
+WRONG_GATHER = {
+    "the pieces were put together along the batch; tokens are dimension 1": function(
+        lambda x_BsD, group, S: all_gather(_padded(x_BsD, S, group), group), _sum_of_mine
+    ),
+    "the pieces came one below the other, along the batch, and were reshaped: that mixes sequences and tokens; "
+    "transpose before the gather and after it": function(_reshaped, _sum_of_mine),
+    "only my columns' part of the gradient: each token met every rank's columns, so sum": function(_together, _slice),
+    "averaged over the ranks; the ranks' parts must be summed": function(
+        _together, lambda grad, group, S: _sum_of_mine(grad, group, S) / group.size()
+    ),
+    "these are the first rank's tokens": function(
+        _together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S, rank=0)
+    ),
+    "backward cut the sum along the batch and reshaped it: that mixes sequences and tokens; transpose": function(
+        _together, _cut_and_reshaped
+    ),
+    "no gradient arrived at x_BsD; backward must return it first, and None for group and S": function(
+        _together, lambda grad, group, S: None
+    ),
+    _HALF: Stops(function(_together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S))),
+}
+SAYS_GATHER = {"bytes sent forward": _HALF, "bytes sent backward": _HALF}
+_listed = function(_in_lists, _sum_of_mine)
 check_gather_in = Exercise(
-    "check_gather_in",
-    function(_together, _sum_of_mine),
-    function(_in_lists, _sum_of_mine),
-    _tokens,
-    {
-        "the pieces were put together along the batch; tokens are dimension 1": function(
-            lambda x_BsD, group, S: all_gather(_padded(x_BsD, S, group), group), _sum_of_mine
-        ),
-        "the pieces came one below the other, along the batch, and were reshaped: that mixes sequences and tokens; "
-        "transpose before the gather and after it": function(_reshaped, _sum_of_mine),
-        "only my columns' part of the gradient: each token met the columns of every rank, so sum": function(
-            _together, _slice
-        ),
-        "averaged over the ranks; the ranks' parts must be summed": function(
-            _together, lambda grad, group, S: _sum_of_mine(grad, group, S) / group.size()
-        ),
-        "these are the first rank's tokens": function(
-            _together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S, rank=0)
-        ),
-        "backward cut the sum along the batch and reshaped it: that mixes sequences and tokens; transpose": function(
-            _together, _cut_and_reshaped
-        ),
-        "no gradient arrived at x_BsD; backward must return it first, and None for group and S": function(
-            _together, lambda grad, group, S: None
-        ),
-    },
-    _cross,
-    {"bytes sent forward": _HALF, "bytes sent backward": _HALF},
-    ranks=True,
-    breaks={_HALF: function(_together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S))},
+    function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, right=_listed, ranks=True
 )
 
 
@@ -167,40 +152,35 @@ def _summed(answer, width, seed):
     return seen | {"collectives called": Cost(sum(meter.calls.values()))}
 
 
-check_sum_of_my_tokens = Exercise(
-    "check_sum_of_my_tokens",
-    _sum,
-    _adds_what_others_have,
-    _widths,
-    {
-        "this rank's part is left as it was; if you made a new tensor, write into the old one (`copy_`)": partial(
-            _one_by_one, in_place=False
-        ),
-        "left out, though it is added behind the sum, to my tokens alone: not norms only": partial(
-            _sum, names=lambda name, cut: "norm" in name
-        ),
-        "averaged; the parts of a sum must be summed": partial(_sum, op="mean"),
-        "summed, but every rank has another part of this tensor": partial(_sum, names=lambda name, cut: True),
-        "put them into one flat tensor and send one all-reduce": _one_by_one,
-    },
-    _summed,
-    {"collectives called": "put them into one flat tensor and send one all-reduce"},
-    ranks=True,
-)
+wrong = partial(partial, _sum)
+WRONG_SUM = {
+    "this rank's part is left as it was; if you made a new tensor, write into the old one (`copy_`)": partial(
+        _one_by_one, in_place=False
+    ),
+    "left out, though it is added behind the sum, to my tokens alone: not norms only": wrong(
+        names=lambda name, cut: "norm" in name
+    ),
+    "averaged; the parts of a sum must be summed": wrong(op="mean"),
+    "summed, but every rank has another part of this tensor": wrong(names=lambda name, cut: True),
+    "put them into one flat tensor and send one all-reduce": _one_by_one,
+}
+SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
+check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, SAYS_SUM, right=_adds_what_others_have, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 5. half a block
 def _half(
-    enter=None,
-    leave=scatter_sum,
     inside=lambda x_BsD, bias_D, group: 0,
     after=lambda x_BsD, bias_D, group: x_BsD + bias_D,
+    enter=lambda x_BsD, norm, group: gather_in(norm(x_BsD), group, 1),
+    leave=scatter_sum,
 ):
     """The reference, and with an argument one of the mistakes. inside: what is added before the sum, after: behind."""
 
     def block(x_BsD, norm, up_fD, down_Df, bias_D, group):
-        x_BSD = enter(x_BsD, norm, group) if enter else gather_in(norm(x_BsD), group, 1)
-        y_BSD_partial = F.linear(F.gelu(F.linear(x_BSD, up_fD)), down_Df) + inside(x_BsD, bias_D, group)
+        y_BSD_partial = F.linear(F.gelu(F.linear(enter(x_BsD, norm, group), up_fD)), down_Df) + inside(
+            x_BsD, bias_D, group
+        )
         return after(x_BsD, bias_D, group) + leave(y_BSD_partial, group, 1)
 
     return block
@@ -235,36 +215,29 @@ _CONJUGATES = (
     "the result is right, the gradient is not; what goes into columns needs gather_in, whose backward sums, and what "
     "leaves a row scatter_sum"
 )
-check_mlp_block = Exercise(
-    "check_mlp_block",
-    _half(),
-    _half(inside=lambda x_BsD, bias_D, group: bias_D / group.size(), after=lambda x_BsD, bias_D, group: x_BsD),
-    _sizes,
-    {
-        "the bias is in it once for every rank; add it after the sum": _half(
-            inside=lambda x_BsD, bias_D, group: bias_D, after=lambda x_BsD, bias_D, group: x_BsD
-        ),
-        "the residual is in it once for every rank; add it after the sum": _half(
-            inside=lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1), after=lambda x_BsD, bias_D, group: bias_D
-        ),
-        "the residual is missing": _half(after=lambda x_BsD, bias_D, group: bias_D),
-        "the bias is missing": _half(after=lambda x_BsD, bias_D, group: x_BsD),
-        "this is the whole sequence; a rank returns its own tokens": _half(
-            leave=lambda y_BSD, group, dim: sum_out(y_BSD, group),
-            after=lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
-        ),
-        "my tokens are enough; normalise before the gather": _half(
-            lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
-        ),
-        _CONJUGATES: _half(lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)),
-    },
-    _blocks,
-    {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")}
-    | {"bytes sent forward and backward": "a gather and a reduce-scatter each way"},
-    ranks=True,
-    breaks={
-        "a gather and a reduce-scatter each way": _half(
-            leave=lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim)
-        )
-    },
-)
+WRONG_BLOCK = {
+    "the bias is in it once for every rank; add it after the sum": _half(
+        lambda x_BsD, bias_D, group: bias_D, lambda x_BsD, bias_D, group: x_BsD
+    ),
+    "the residual is in it once for every rank; add it after the sum": _half(
+        lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1), lambda x_BsD, bias_D, group: bias_D
+    ),
+    "the residual is missing": _half(after=lambda x_BsD, bias_D, group: bias_D),
+    "the bias is missing": _half(after=lambda x_BsD, bias_D, group: x_BsD),
+    "this is the whole sequence; a rank returns its own tokens": _half(
+        leave=lambda y_BSD, group, dim: sum_out(y_BSD, group),
+        after=lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
+    ),
+    "my tokens are enough; normalise before the gather": _half(
+        enter=lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
+    ),
+    _CONJUGATES: _half(enter=lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)),
+    "a gather and a reduce-scatter each way": Stops(
+        _half(leave=lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim))
+    ),
+}
+SAYS_BLOCK = {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")} | {
+    "bytes sent forward and backward": "a gather and a reduce-scatter each way"
+}
+_in_shares = _half(lambda x_BsD, bias_D, group: bias_D / group.size(), lambda x_BsD, bias_D, group: x_BsD)
+check_mlp_block = Exercise(_half(), _sizes, WRONG_BLOCK, _blocks, SAYS_BLOCK, right=_in_shares, ranks=True)

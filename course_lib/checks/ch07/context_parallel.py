@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import several
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
@@ -54,28 +54,19 @@ def _neighbours(all_S, ranks, rank):
     return all_S.chunk(ranks)[rank]
 
 
-check_positions = Exercise(
-    "check_positions",
-    _places,
-    _by_owner,
-    _all_ranks,
-    {
-        "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": partial(
-            _places, zigzag=_chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
-        ),
-        "these are two neighbouring chunks: the rank's work would grow with its number": partial(
-            _places, zigzag=_neighbours
-        ),
-        "the same tokens, but in descending chunks: positions ascend": partial(
-            _places, zigzag=_chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
-        ),
-        "striped deals tokens out one by one: every ranks-th, beginning with rank": partial(
-            _places, striped=_neighbours
-        ),
-        "contiguous tokens are neighbours": partial(_places, contiguous=lambda all_S, ranks, rank: all_S[rank::ranks]),
-    },
-    _as_list,
-)
+wrong = partial(partial, _places)
+WRONG_POSITIONS = {
+    "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": wrong(
+        zigzag=_chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
+    ),
+    "these are two neighbouring chunks: the rank's work would grow with its number": wrong(zigzag=_neighbours),
+    "the same tokens, but in descending chunks: positions ascend": wrong(
+        zigzag=_chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
+    ),
+    "striped deals tokens out one by one: every ranks-th, beginning with rank": wrong(striped=_neighbours),
+    "contiguous tokens are neighbours": wrong(contiguous=lambda all_S, ranks, rank: all_S[rank::ranks]),
+}
+check_positions = Exercise(_places, _all_ranks, WRONG_POSITIONS, _as_list, right=_by_owner)
 
 
 # ------------------------------------------------------------------------------------ 2. merge
@@ -104,35 +95,27 @@ def _parts(rng):
     return cases
 
 
-check_merge = Exercise(
-    "check_merge",
-    merged,
-    _one_by_one,
-    _parts,
-    {
-        "the outputs were averaged; each counts by its sum of exponentials": partial(
-            merged, weigh=lambda lses: torch.full_like(lses, 1 / len(lses))
-        ),
-        "the outputs were added; each must be shrunk first by its share": partial(merged, weigh=torch.ones_like),
-        "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": partial(
-            merged, weigh=lambda lses: lses / lses.sum(0)
-        ),
-        "out has inf or nan: exp of a large score overflows; take the difference of two lse first": partial(
-            merged, weigh=lambda lses: lses.exp() / lses.exp().sum(0)
-        ),
-        "what was merged so far must shrink as well when a part is added": partial(
-            merged,
-            weigh=lambda lses: torch.cat([torch.ones_like(lses[:1]), (lses - lses.logcumsumexp(0)).exp()[1:]]),
-        ),
-        "log-sum-exps were added; add their exponentials, and take the logarithm": partial(
-            merged, total=lambda lses: lses.sum(0)
-        ),
-        "the largest log-sum-exp is not that of all": partial(merged, total=lambda lses: lses.max(0).values),
-        "this is the last part's log-sum-exp": partial(merged, total=lambda lses: lses[-1]),
-        "this is the sum itself; its logarithm is asked for": partial(merged, total=lambda lses: lses.exp().sum(0)),
-    },
-    several("a pair (out, lse) is asked for", "out", "lse"),
-)
+wrong = partial(partial, merged)
+WRONG_MERGE = {
+    "the outputs were averaged; each counts by its sum of exponentials": wrong(
+        weigh=lambda lses: torch.full_like(lses, 1 / len(lses))
+    ),
+    "the outputs were added; each must be shrunk first by its share": wrong(weigh=torch.ones_like),
+    "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": wrong(
+        weigh=lambda lses: lses / lses.sum(0)
+    ),
+    "out has inf or nan: exp of a large score overflows; take the difference of two lse first": wrong(
+        weigh=lambda lses: lses.exp() / lses.exp().sum(0)
+    ),
+    "what was merged so far must shrink as well when a part is added": wrong(
+        weigh=lambda lses: torch.cat([torch.ones_like(lses[:1]), (lses - lses.logcumsumexp(0)).exp()[1:]])
+    ),
+    "log-sum-exps were added; add their exponentials, and take the logarithm": wrong(total=lambda lses: lses.sum(0)),
+    "the largest log-sum-exp is not that of all": wrong(total=lambda lses: lses.max(0).values),
+    "this is the last part's log-sum-exp": wrong(total=lambda lses: lses[-1]),
+    "this is the sum itself; its logarithm is asked for": wrong(total=lambda lses: lses.exp().sum(0)),
+}
+check_merge = Exercise(merged, _parts, WRONG_MERGE, several("a pair (out, lse) is asked for", "out", "lse"))
 
 
 # ------------------------------------------------------------------------------------ 3. a step's tile
@@ -173,36 +156,29 @@ def _pairs(answer, s, query_rank, key_rank):
 
 _WHOLE, _LATE = (0, 2), (1, 2)
 _TRIANGLE = "the lower triangle is of my own keys alone; of other ranks' a tile is a rectangle"
-check_tile = Exercise(
-    "check_tile",
-    _tile,
-    _with_open_slices,
-    _every_two,
-    {
-        "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": partial(
-            _tile, later=((0, 0), (0, 0), False)
-        ),
-        "my own keys were seen whole; a query does not see later keys of its own rank": partial(
-            _tile, own=(_WHOLE, _WHOLE, False)
-        ),
-        "all was seen; of another rank's keys one half or one half of my queries drops out": partial(
-            _tile, earlier=(_WHOLE, _WHOLE, False), later=(_WHOLE, _WHOLE, False)
-        ),
-        _TRIANGLE: partial(_tile, earlier=(_WHOLE, _WHOLE, True), later=(_WHOLE, _WHOLE, True)),
-        "halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries": partial(
-            _tile, later=(_WHOLE, _LATE, False)
-        ),
-        "this is the earlier rank's late chunk, which lies after both of mine; its early one is seen": partial(
-            _tile, earlier=(_WHOLE, _LATE, False)
-        ),
-        "queries and keys are right, and causal must be False: a triangle is of my own keys alone": partial(
-            _tile, earlier=(_WHOLE, (0, 1), True)
-        ),
-    },
-    _pairs,
-    says=dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not"),
-    breaks={": 1 is seen, 0 is not": lambda s, query_rank, key_rank: (slice(1, s), slice(0, s), False)},
-)
+wrong = partial(partial, _tile)
+WRONG_TILE = {
+    "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": wrong(
+        later=((0, 0), (0, 0), False)
+    ),
+    "my own keys were seen whole; a query does not see later keys of its own rank": wrong(own=(_WHOLE, _WHOLE, False)),
+    "all was seen; of another rank's keys one half or one half of my queries drops out": wrong(
+        earlier=(_WHOLE, _WHOLE, False), later=(_WHOLE, _WHOLE, False)
+    ),
+    _TRIANGLE: wrong(earlier=(_WHOLE, _WHOLE, True), later=(_WHOLE, _WHOLE, True)),
+    "halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries": wrong(
+        later=(_WHOLE, _LATE, False)
+    ),
+    "this is the earlier rank's late chunk, which lies after both of mine; its early one is seen": wrong(
+        earlier=(_WHOLE, _LATE, False)
+    ),
+    "queries and keys are right, and causal must be False: a triangle is of my own keys alone": wrong(
+        earlier=(_WHOLE, (0, 1), True)
+    ),
+    ": 1 is seen, 0 is not": Stops(lambda s, query_rank, key_rank: (slice(1, s), slice(0, s), False)),
+}
+SAYS_TILE = dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not")
+check_tile = Exercise(_tile, _every_two, WRONG_TILE, _pairs, SAYS_TILE, right=_with_open_slices)
 
 
 # ------------------------------------------------------------------------------------ 4. bytes
@@ -228,11 +204,6 @@ def _believed(method, **change):
     return lambda given, *sizes: formula(sizes, **change) if given == method else _bytes(given, *sizes)
 
 
-def _bytes_as_float(method, c, B, s, N, K, H, itemsize):
-    a_head = B * s * H * (c - 1)
-    return a_head * (2 * K * (2 * itemsize + 4) if method == "ring" else 4 * (N + K) * itemsize / c)
-
-
 def _sizes(rng):
     """With grouped queries, in 4, 1 and 2 bytes: in each other mistakes come to the same number."""
     cases = []
@@ -250,36 +221,24 @@ def _of_method(answer, method, *sizes):
 
 
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
-check_bytes = Exercise(
-    "check_bytes",
-    _bytes,
-    _bytes_as_float,
-    _sizes,
-    {
-        "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
-        "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": _believed(
-            "ring", steps=(1, 1, 1)
-        ),
-        "gradients travel in FP32 while they are summed": _believed("ring", **_SAME),
-        "keys and values go around in backward once more: a rank keeps its own only": _believed("ring", **_KEPT),
-        "keys and values: that is 2 tensors": _believed("ring", numbers_of=lambda size: (size / 2, size / 2, 2)),
-        "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never "
-        "travels": _believed("ring", steps=(0, 0, 1)),
-        "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": _believed(
-            "ring", steps=(0, 1, 1)
-        ),
-        "c - 1 ring steps, not c; and gradients travel in FP32": _believed("ring", steps=(1, 1, 1), **_SAME),
-        "c - 1 ring steps, not c; and keys and values go around once more in backward": _believed(
-            "ring", steps=(1, 1, 1), **_KEPT
-        ),
-        "a rank keeps one piece of c itself": _believed("ulysses", pieces=0),
-        "the output goes back as well, and so does its gradient": _believed("ulysses", heads=lambda N, K: N + 2 * K),
-        "keys and values have K heads": _believed("ulysses", heads=lambda N, K: 4 * N),
-        "queries and the output travel too, not keys and values alone": _believed("ulysses", heads=lambda N, K: 2 * K),
-        "that is the forward pass; backward is asked for as well": [
-            _believed("ulysses", ways=1),
-            _believed("ring", numbers_of=lambda size: (size, 0, 0)),
-        ],
-    },
-    _of_method,
-)
+WRONG_BYTES = {
+    "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
+    "block and gradient make c - 1 ring steps: the home's share never travels": _believed("ring", steps=(1, 1, 1)),
+    "gradients travel in FP32 while they are summed": _believed("ring", **_SAME),
+    "keys and values go around in backward once more: a rank keeps its own only": _believed("ring", **_KEPT),
+    "keys and values: that is 2 tensors": _believed("ring", numbers_of=lambda size: (size / 2, size / 2, 2)),
+    "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never "
+    "travels": _believed("ring", steps=(0, 0, 1)),
+    "backward has c - 1 ring steps, as forward: of keys, values and gradients": _believed("ring", steps=(0, 1, 1)),
+    "c - 1 ring steps, not c; and gradients travel in FP32": _believed("ring", steps=(1, 1, 1), **_SAME),
+    "c - 1 ring steps, not c; keys and values go around again in backward": _believed("ring", steps=(1, 1, 1), **_KEPT),
+    "a rank keeps one piece of c itself": _believed("ulysses", pieces=0),
+    "the output goes back as well, and so does its gradient": _believed("ulysses", heads=lambda N, K: N + 2 * K),
+    "keys and values have K heads": _believed("ulysses", heads=lambda N, K: 4 * N),
+    "queries and the output travel too, not keys and values alone": _believed("ulysses", heads=lambda N, K: 2 * K),
+    "that is the forward pass; backward is asked for as well": [
+        _believed("ulysses", ways=1),
+        _believed("ring", numbers_of=lambda size: (size, 0, 0)),
+    ],
+}
+check_bytes = Exercise(_bytes, _sizes, WRONG_BYTES, _of_method)

@@ -11,7 +11,7 @@ from torch import Tensor
 from course_lib import model
 from course_lib.checks.core import fresh_seed, numbers
 from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, all_to_all
 from course_lib.config import ModelConfig
@@ -97,58 +97,38 @@ def _after(x_Bs: Tensor, last: Tensor | int) -> Tensor:
 
 
 _CUT = "labels were {} after the cut: the next of my tokens is not the next token"
-check_loss = Exercise(
-    "check_loss",
-    _loss,
-    _loss_of_logsumexp,
-    _texts,
-    {
-        "cut first, shifted then: the engine got one token of a row too few; make inputs and labels before the "
-        "cut": _cut_then_shifted,
-        "each rank divided by its own number of tokens; divide by that of all": partial(
-            _loss, divisor=lambda everyone, mine, rows: mine
-        ),
-        "divided by the number of ranks twice": partial(
-            _loss, divisor=lambda everyone, mine, rows: everyone * everyone / mine
-        ),
-        "this is a sum, divided by no number of tokens": partial(_loss, divisor=lambda everyone, mine, rows: 1),
-        "divided by the tokens of one row; there are B rows": partial(
-            _loss, divisor=lambda everyone, mine, rows: everyone // rows
-        ),
-        _CUT.format("shifted"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, y_Bs[:, -1:])),
-        _CUT.format("rolled"): partial(_loss, labels=lambda x_Bs, y_Bs: x_Bs.roll(-1, 1)),
-        _CUT.format("shifted, the last one twice,"): partial(
-            _loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, x_Bs[:, -1:])
-        ),
-        _CUT.format("shifted, and filled with 0,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 0)),
-        _CUT.format("shifted, and filled with 1,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 1)),
-        _CUT.format("shifted, and filled with 28,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 28)),
-        _CUT.format("shifted twice, before and"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(y_Bs, y_Bs[:, -1:])),
-        _CUT.format("shifted before the cut, and rolled"): partial(_loss, labels=lambda x_Bs, y_Bs: y_Bs.roll(-1, 1)),
-        "my last token has no label: shift labels before the cut": partial(
-            _loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, -100)
-        ),
-        "my last token was left out, having no label: shift labels before the cut": partial(
-            _loss,
-            labels=lambda x_Bs, y_Bs: _after(x_Bs, -100),
-            divisor=lambda everyone, mine, rows: everyone * (1 - rows / mine),
-        ),
-        "the labels are the inputs themselves; a token's label is the one after it": partial(
-            _loss, labels=lambda x_Bs, y_Bs: x_Bs
-        ),
-        "positions were counted from 0; give the engine positions_s": partial(
-            _loss, places=lambda positions_s: torch.arange(len(positions_s))
-        ),
-        "these are contiguous tokens; mine stand at positions_s": partial(
-            _loss, at=lambda positions_s: torch.arange(len(positions_s)) + dist.get_rank() * len(positions_s)
-        ),
-        "no gradient arrived at the model; do not detach the loss or take its .item()": lambda *given: _loss(
-            *given
-        ).detach(),
-    },
-    _lose,
-    ranks=True,
-)
+wrong = partial(partial, _loss)
+WRONG_LOSS = {
+    "cut first, shifted then: the engine got one token of a row too few; make inputs and labels before the "
+    "cut": _cut_then_shifted,
+    "divided by the rank's own number of tokens, not by that of all": wrong(divisor=lambda everyone, mine, rows: mine),
+    "divided by the number of ranks twice": wrong(divisor=lambda everyone, mine, rows: everyone * everyone / mine),
+    "this is a sum, divided by no number of tokens": wrong(divisor=lambda everyone, mine, rows: 1),
+    "divided by the tokens of one row; there are B rows": wrong(divisor=lambda everyone, mine, rows: everyone // rows),
+    _CUT.format("shifted"): wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, y_Bs[:, -1:])),
+    _CUT.format("rolled"): wrong(labels=lambda x_Bs, y_Bs: x_Bs.roll(-1, 1)),
+    _CUT.format("shifted, the last one twice,"): wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, x_Bs[:, -1:])),
+    _CUT.format("shifted, and filled with 0,"): wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, 0)),
+    _CUT.format("shifted, and filled with 1,"): wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, 1)),
+    _CUT.format("shifted, and filled with 28,"): wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, 28)),
+    _CUT.format("shifted twice, before and"): wrong(labels=lambda x_Bs, y_Bs: _after(y_Bs, y_Bs[:, -1:])),
+    _CUT.format("shifted before the cut, and rolled"): wrong(labels=lambda x_Bs, y_Bs: y_Bs.roll(-1, 1)),
+    "my last token has no label: shift labels before the cut": wrong(labels=lambda x_Bs, y_Bs: _after(x_Bs, -100)),
+    "my last token was left out, having no label: shift labels before the cut": partial(
+        _loss,
+        labels=lambda x_Bs, y_Bs: _after(x_Bs, -100),
+        divisor=lambda everyone, mine, rows: everyone * (1 - rows / mine),
+    ),
+    "the labels are the inputs themselves; a token's label is the one after it": wrong(labels=lambda x_Bs, y_Bs: x_Bs),
+    "positions were counted from 0; give the engine positions_s": wrong(
+        places=lambda positions_s: torch.arange(len(positions_s))
+    ),
+    "these are contiguous tokens; mine stand at positions_s": wrong(
+        at=lambda positions_s: torch.arange(len(positions_s)) + dist.get_rank() * len(positions_s)
+    ),
+    "no gradient reached the model; do not detach the loss or take its .item()": lambda *given: _loss(*given).detach(),
+}
+check_loss = Exercise(_loss, _texts, WRONG_LOSS, _lose, right=_loss_of_logsumexp, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. tokens for heads
@@ -204,54 +184,44 @@ def _exchange(answer, B, n, s, H, seed):
     return told | seen
 
 
+WRONG_HEADS = {
+    "tokens of the ranks are dealt out one by one; rank 0's come first, all of them": function(
+        lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).transpose(2, 3).flatten(2, 3), _back
+    ),
+    "heads were dealt out one by one; rank j gets heads j n to (j + 1) n - 1": function(_heads_dealt_out, _back),
+    "pieces lie in reverse order": function(
+        lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).flip(2).flatten(2, 3), _back
+    ),
+    "still every head of my tokens: nothing was exchanged": function(lambda x, group: x.clone(), _back),
+    "pieces were put side by side as heads; they are more tokens": function(partial(_exchanged, cut=1, put=1), _back),
+    "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?": function(
+        _heads_and_rows_mixed, _back
+    ),
+    "the right elements in wrong places; where does the dimension of ranks go after all_to_all?": function(
+        lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).movedim(2, 0).reshape(_in(x, group).shape),
+        _back,
+    ),
+    "no gradient arrived at x_BNsH; backward must return it first, and None for the group": function(
+        _in, lambda grad, group: None
+    ),
+    "averaged over ranks: each number went to one rank and comes back from it": function(
+        _in, lambda grad, group: _back(grad, group) / group.size()
+    ),
+    "summed over ranks: each number went to one rank and comes back from it": function(
+        _in, lambda grad, group: all_reduce(_back(grad, group).contiguous(), group)
+    ),
+    "the gradient's numbers are there, but cut into heads the way forward was; cut them by tokens": function(
+        _in, lambda grad, group: grad.reshape(len(grad), -1, grad.shape[2] // group.size(), grad.shape[3])
+    ),
+    "one all-to-all, no all-gather": Stops(function(_gathered, _back)),
+}
+SAYS_HEADS = {
+    "elements of forward": "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?",
+    "forward": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
+    "the gradient": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
+    "bytes sent forward": "one all-to-all, no all-gather",
+    "bytes sent backward": "one all-to-all, no all-gather",
+}
 check_heads_for_tokens = Exercise(
-    "check_heads_for_tokens",
-    function(_in, _back),
-    function(_in_by_reshape, _back),
-    _shapes,
-    {
-        "tokens of the ranks are dealt out one by one; rank 0's come first, all of them": function(
-            lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).transpose(2, 3).flatten(2, 3), _back
-        ),
-        "heads were dealt out one by one; rank j gets heads j n to (j + 1) n - 1": function(_heads_dealt_out, _back),
-        "pieces lie in reverse order": function(
-            lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).flip(2).flatten(2, 3), _back
-        ),
-        "still every head of my tokens: nothing was exchanged": function(lambda x, group: x.clone(), _back),
-        "pieces were put side by side along heads; they are more tokens": function(
-            partial(_exchanged, cut=1, put=1), _back
-        ),
-        "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?": function(
-            _heads_and_rows_mixed, _back
-        ),
-        "the right elements in wrong places; where does the dimension of ranks go after all_to_all?": function(
-            lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).movedim(2, 0).reshape(_in(x, group).shape),
-            _back,
-        ),
-        "no gradient arrived at x_BNsH; backward must return it first, and None for the group": function(
-            _in, lambda grad, group: None
-        ),
-        "averaged over ranks: each number went to one rank and comes back from it": function(
-            _in, lambda grad, group: _back(grad, group) / group.size()
-        ),
-        "summed over ranks: each number went to one rank and comes back from it": function(
-            _in, lambda grad, group: all_reduce(_back(grad, group).contiguous(), group)
-        ),
-        "the gradient's numbers are there, but cut into heads the way forward was; cut them by tokens": function(
-            _in, lambda grad, group: grad.reshape(len(grad), -1, grad.shape[2] // group.size(), grad.shape[3])
-        ),
-    },
-    _exchange,
-    {
-        "elements of forward": "elements of other heads or tokens came; which dimension is cut into pieces for "
-        "all_to_all?",
-        "forward": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-        "the gradient": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-        "bytes sent forward": "one all-to-all, no all-gather",
-        "bytes sent backward": "one all-to-all, no all-gather",
-    },
-    ranks=True,
-    breaks={
-        "one all-to-all, no all-gather": function(_gathered, _back),
-    },
+    function(_in, _back), _shapes, WRONG_HEADS, _exchange, SAYS_HEADS, right=function(_in_by_reshape, _back), ranks=True
 )

@@ -276,26 +276,21 @@ HALVES = (
 )
 SAYS = {"out": SEES, "lse": SEES, "dq": FINAL, "dk": HOME, "dv": HOME}
 SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
-check_ring = Exercise(
-    "check_ring",
-    MyRing,
-    MergesAtTheEnd,
-    inputs,
-    {
-        "there is no method backward yet": ForwardAlone,
-        "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
-        "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
-        FINAL: EachTilesOwnSum,
-        HOME: SharesStayAway,
-        ENOUGH: GoesAroundTwice,
-        EARLY: SendsAfterwards,
-        SEES: AlwaysContiguous,
-        HALVES: WholeTiles,
-    },
-    watch,
+WRONG = {
+    "there is no method backward yet": ForwardAlone,
+    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
+    "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
+    FINAL: EachTilesOwnSum,
+    HOME: SharesStayAway,
+    ENOUGH: GoesAroundTwice,
+    EARLY: SendsAfterwards,
+    SEES: AlwaysContiguous,
+    HALVES: WholeTiles,
+}
+SAYS = (
     {f"{step}: {what}": why for step in (*WAYS.values(), ZIGZAG) for what, why in SAYS.items()}
     | {OVERLAP.format(way, of): EARLY for way in WAYS for of in ("", ", zig-zag")}
-    | {f"{ZIGZAG}: pairs of the {way} pass": HALVES for way in WAYS},
-    ranks=True,
-    hang="Does every rank pass on as many blocks as its neighbour waits for?",
+    | {f"{ZIGZAG}: pairs of the {way} pass": HALVES for way in WAYS}
 )
+HANG = "Does every rank pass on as many blocks as its neighbour waits for?"
+check_ring = Exercise(MyRing, inputs, WRONG, watch, SAYS, right=MergesAtTheEnd, ranks=HANG)

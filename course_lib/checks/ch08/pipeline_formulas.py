@@ -3,9 +3,8 @@
 from functools import partial
 from itertools import combinations
 
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops, pairs
 from course_lib.checks.watch import Cost, agree, several
-from course_lib.schedules import make, simulate
 
 
 # ------------------------------------------------------------------------------------ 1. the bubble
@@ -13,11 +12,6 @@ def bubble(p, m, v, waits=None, works=None):
     """Waiting over working, and over both, in short stages of which a micro-batch has v a rank."""
     waits, works = waits or p - 1, works or v * m
     return waits / works, waits / (works + waits)
-
-
-def bubble_by_the_clock(p, m, v):
-    one = simulate(make("interleaved", p, m, v))
-    return [one.bubble_of_ideal, one.bubble_of_total]
 
 
 def pipelines(rng):
@@ -28,33 +22,28 @@ def pipelines(rng):
     return cases
 
 
-check_bubble = Exercise(
-    "check_bubble",
-    bubble,
-    bubble_by_the_clock,
-    pipelines,
-    {
-        "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
-        "v is missing: stages are 1 / v as long": lambda p, m, v: bubble(p, m, 1),
-        "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
-            p, m, v, waits=p
-        ),
-        "of total time: v divides the waiting, and that stands in the denominator too": lambda p, m, v: (
-            bubble(p, m, v)[0],
-            bubble(p, m, 1)[1] / v,
-        ),
-        "total time is working and waiting together, so m + p - 1, not m": lambda p, m, v: bubble(p, m, v)[:1] * 2,
-        "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": lambda p, m, v: bubble(
-            p, m, v, waits=p * v - 1
-        ),
-        "the total too has v m short stages, and p - 1 that a rank waits": lambda p, m, v: (
-            bubble(p, m, v)[0],
-            bubble(p, m, 1)[1],
-        ),
-        "these are per cent; return shares": lambda p, m, v: [100 * share for share in bubble(p, m, v)],
-    },
-    several("return two numbers, of ideal time and of total time", "of ideal time", "of total time"),
-)
+WRONG_BUBBLE = {
+    "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
+    "v is missing: stages are 1 / v as long": lambda p, m, v: bubble(p, m, 1),
+    "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
+        p, m, v, waits=p
+    ),
+    "of total time: v divides the waiting, and that stands in the denominator too": lambda p, m, v: (
+        bubble(p, m, v)[0],
+        bubble(p, m, 1)[1] / v,
+    ),
+    "total time is working and waiting together, so m + p - 1, not m": lambda p, m, v: bubble(p, m, v)[:1] * 2,
+    "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": lambda p, m, v: bubble(
+        p, m, v, waits=p * v - 1
+    ),
+    "the total too has v m short stages, and p - 1 that a rank waits": lambda p, m, v: (
+        bubble(p, m, v)[0],
+        bubble(p, m, 1)[1],
+    ),
+    "these are per cent; return shares": lambda p, m, v: [100 * share for share in bubble(p, m, v)],
+}
+_shares = several("return two numbers, of ideal time and of total time", "of ideal time", "of total time")
+check_bubble = Exercise(bubble, pipelines, WRONG_BUBBLE, _shares)
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept
@@ -64,14 +53,6 @@ def _in_flight(name, p, m, i):
 
 def layers_kept(name, L, p, m, i, in_flight=_in_flight):
     return in_flight(name, p, m, i) * (L // p)
-
-
-def kept_by_counting(name, L, p, m, i):
-    held = most = 0
-    for one in make(name, p, m).instructions[i]:
-        held += 1 if one.op == "F" else -1
-        most = max(most, held)
-    return most * L // p
 
 
 def ranks_of_schedules(rng):
@@ -85,41 +66,31 @@ def ranks_of_schedules(rng):
     return cases
 
 
-def wrong_flight(in_flight):
-    return partial(layers_kept, in_flight=in_flight)
-
-
-check_layers_kept = Exercise(
-    "check_layers_kept",
-    layers_kept,
-    kept_by_counting,
-    ranks_of_schedules,
-    {
-        "one micro-batch at a time is in flight": wrong_flight(
-            lambda name, p, m, i: _in_flight(name.replace("naive", "1f1b"), p, m, i)
-        ),
-        "that is the other way round: the first rank runs furthest ahead": wrong_flight(
-            lambda name, p, m, i: _in_flight(name, p, m, p - 1 - i)
-        ),
-        "the micro-batch that a rank works on is kept too": wrong_flight(
-            lambda name, p, m, i: min(m, p - 1 - i) if name == "1f1b" else _in_flight(name, p, m, i)
-        ),
-        "these are micro-batches; each is of L / p layers": lambda name, L, p, m, i: _in_flight(name, p, m, i),
-        "a rank has L / p layers, not all of them": lambda name, L, p, m, i: _in_flight(name, p, m, i) * L,
-        "that is AFAB, which does no backward before the last forward": wrong_flight(
-            lambda name, p, m, i: 1 if name == "naive" else m
-        ),
-        "that is rank 0; rank i runs p - 1 - i forwards ahead": wrong_flight(
-            lambda name, p, m, i: _in_flight(name, p, m, 0)
-        ),
-        "there are only m micro-batches": wrong_flight(
-            lambda name, p, m, i: p - i if name == "1f1b" else _in_flight(name, p, m, i)
-        ),
-        "that is one micro-batch; several are in flight at once, so activations are not divided by p": wrong_flight(
-            lambda name, p, m, i: 1
-        ),
-    },
-)
+wrong = partial(partial, layers_kept)
+WRONG_KEPT = {
+    "one micro-batch at a time is in flight": wrong(
+        in_flight=lambda name, p, m, i: _in_flight(name.replace("naive", "1f1b"), p, m, i)
+    ),
+    "that is the other way round: the first rank runs furthest ahead": wrong(
+        in_flight=lambda name, p, m, i: _in_flight(name, p, m, p - 1 - i)
+    ),
+    "the micro-batch that a rank works on is kept too": wrong(
+        in_flight=lambda name, p, m, i: min(m, p - 1 - i) if name == "1f1b" else _in_flight(name, p, m, i)
+    ),
+    "these are micro-batches; each is of L / p layers": lambda name, L, p, m, i: _in_flight(name, p, m, i),
+    "a rank has L / p layers, not all of them": lambda name, L, p, m, i: _in_flight(name, p, m, i) * L,
+    "that is AFAB, which does no backward before the last forward": wrong(
+        in_flight=lambda name, p, m, i: 1 if name == "naive" else m
+    ),
+    "that is rank 0; i runs p - 1 - i forwards ahead": wrong(in_flight=lambda name, p, m, i: _in_flight(name, p, m, 0)),
+    "there are only m micro-batches": wrong(
+        in_flight=lambda name, p, m, i: p - i if name == "1f1b" else _in_flight(name, p, m, i)
+    ),
+    "that is one micro-batch; several are in flight at once, so activations are not divided by p": wrong(
+        in_flight=lambda name, p, m, i: 1
+    ),
+}
+check_layers_kept = Exercise(layers_kept, ranks_of_schedules, WRONG_KEPT)
 
 
 # ------------------------------------------------------------------------------------ 4. layers for each stage
@@ -173,11 +144,15 @@ WRONG_LAYERS = {
     ),
     "a share of all time for each, rounded, can be too long; whole layers go where there is room": _rounded,
     "one layer less at both ends fits some models, not this one": _less_at_the_ends,
+    "a stage without a layer": Stops(lambda L, p, layer, embed, head: [L - p + 2, *[1] * (p - 2), 0]),
+    "layers together": Stops(lambda L, p, layer, embed, head: _even(L - 1, p, layer, embed, head)),
+    "one for each stage": Stops(lambda L, p, layer, embed, head: L // p),
 }
 
 
 def models(rng):
     """(L, p, layer, embed, head); in all together no two answers have stages that are equally long."""
+    answers = [to_the_shortest, *(answer for _, answer in pairs(WRONG_LAYERS))]
     while True:
         costs = [(1, 0, rng.choice([2, 3])), (2, rng.choice([4, 6]), 5), (3, 1, 0)]
         costs += [(rng.choice([2, 3]), rng.randrange(1, 8), rng.randrange(1, 8)) for _ in range(5)]
@@ -185,7 +160,7 @@ def models(rng):
         for cost in costs:
             p = rng.choice([3, 4, 5])
             cases.append((p * rng.choice([3, 4]) + rng.randrange(p), p, *cost))
-        seen = [[watch_layers(answer, *case) for case in cases] for answer in (to_the_shortest, *WRONG_LAYERS.values())]
+        seen = [[watch_layers(answer, *case) for case in cases] for answer in answers]
         errors = any("error" in of_case for of_answer in seen for of_case in of_answer)
         if not errors and not any(agree(*pair) for pair in combinations(seen, 2)):
             return cases
@@ -205,16 +180,4 @@ def watch_layers(answer, L, p, layer, embed, head):
     return {"the longest stage": Cost(max(costs))}
 
 
-check_layers = Exercise(
-    "check_layers",
-    to_the_shortest,
-    layers_by_search,
-    models,
-    WRONG_LAYERS,
-    watch_layers,
-    breaks={
-        "a stage without a layer": lambda L, p, layer, embed, head: [L - p + 2, *[1] * (p - 2), 0],
-        "layers together": lambda L, p, layer, embed, head: _even(L - 1, p, layer, embed, head),
-        "one for each stage": lambda L, p, layer, embed, head: L // p,
-    },
-)
+check_layers = Exercise(to_the_shortest, models, WRONG_LAYERS, watch_layers, right=layers_by_search)

@@ -1,26 +1,16 @@
-"""Graders of chapter 08, exercises 5 and 6: backward in two halves, and messages to both neighbours at once."""
+"""Tables of chapter 08, exercises 5 and 6: backward in two halves, and messages to both neighbours at once."""
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.ch08.nccl_order import expect_order_of_nccl, recorded_calls
-from course_lib.checks.core import (
-    CheckFailed,
-    fail,
-    fresh_generator,
-    fresh_seed,
-    grader,
-    numbers,
-    run_ranks,
-)
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import agree, difference
-
-DEADLOCK_S = 6.0  # a launch takes under a second
+from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
+from course_lib.checks.core import fresh_generator, fresh_seed, numbers
+from course_lib.checks.table import Exercise, Stops
+from course_lib.checks.watch import Cost, agree
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves
@@ -133,27 +123,19 @@ def _tensors(kept):
 
 
 EARLY = "input_half: it has computed the gradient of a weight already; nothing is delayed then"
-check_split_backward = Exercise(
-    "check_split_backward",
-    split(),
-    KeepsTwoLists,
-    stages,
-    {
-        "relu passes no gradient where it gave 0": split(zeros=""),
-        "relu's zeros are those of its output; these are of the input of the linear before it": split(zeros="of h"),
-        "weight_half: the gradients come in the order of backward; return them in the order of the weights": split(
-            back=True
-        ),
-        "this is its transpose; a gradient has the shape of its weight": split(product=lambda h, dz: h.T @ dz),
-        "it has dy where dz belongs: relu's zeros are missing": split(keep=lambda h, y, grad, dz: (h, grad)),
-        "averaged over tokens; it is their sum": split(product=lambda h, dz: dz.T @ h / len(h)),
-        "it has the output of its linear where the input belongs": split(keep=lambda h, y, grad, dz: (y, dz)),
-        EARLY: split(keep=lambda h, y, grad, dz: (dz.T @ h,), product=lambda product: product),
-    },
-    watch_split,
-    {"gradients of weights that input_half has computed": EARLY},
-    breaks={"autograd does both halves at once": ByAutograd},
-)
+WRONG = {
+    "relu passes no gradient where it gave 0": split(zeros=""),
+    "relu's zeros are those of its output; these are of the input of the linear before it": split(zeros="of h"),
+    "weight_half: gradients come in the order of backward; return them in the order of the weights": split(back=True),
+    "this is its transpose; a gradient has the shape of its weight": split(product=lambda h, dz: h.T @ dz),
+    "it has dy where dz belongs: relu's zeros are missing": split(keep=lambda h, y, grad, dz: (h, grad)),
+    "averaged over tokens; it is their sum": split(product=lambda h, dz: dz.T @ h / len(h)),
+    "it has the output of its linear where the input belongs": split(keep=lambda h, y, grad, dz: (y, dz)),
+    EARLY: split(keep=lambda h, y, grad, dz: (dz.T @ h,), product=lambda product: product),
+    "autograd does both halves at once": Stops(ByAutograd),
+}
+SAYS = {"gradients of weights that input_half has computed": EARLY}
+check_split_backward = Exercise(split(), stages, WRONG, watch_split, SAYS, right=KeepsTwoLists)
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours
@@ -226,78 +208,64 @@ def along_the_chain(down, up):
     return before, behind
 
 
-def wrong_exchange(**change):
-    return lambda down, up: exchange(down, up, **change)
+wrong = partial(partial, exchange)
+DOWN, UP = 0, 1
+LATE = "{} came, and the rest is whatever stood in the buffer; wait for the receive"
+ENDS = "there is no such rank; return None (the chain is no ring)"
 
 
-WRONG_EXCHANGES = {
-    "wait for each other: a blocking call": wrong_exchange(start=_one_by_one("send,blocking recv,blocking")),
-    "wait for the receive": [wrong_exchange(arrived=share) for share in (0.0, 0.5)],
-    "there is no such rank": wrong_exchange(swapped=True),
-    "return two things": lambda down, up: list(exchange(down, up)),
-    "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1, rank 1 stands at its send": wrong_exchange(
-        start=_one_by_one("send recv,blocking")
-    ),
-    "on NCCL ranks wait for ever: rank 0 stands at its receive from rank 1": wrong_exchange(
-        start=_one_by_one("recv send")
-    ),
-    "start all before you wait for any": along_the_chain,
-}
+def inputs_exchange(rng):
+    return [(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))]
 
 
-@grader(right=exchange_even_ranks_first, wrong=WRONG_EXCHANGES)
-def check_exchange(answer, rng):
-    """Large messages both ways along a chain of ranks: on gloo, and with the same calls in NCCL's order."""
-    for world_size in (2, rng.choice([4, 5])):
-        seed = fresh_seed(rng)
-        try:
-            results = run_ranks(_exchange, world_size, answer, seed, timeout=DEADLOCK_S, backend="gloo")
-        except CheckFailed as failure:
-            if "time limit" in str(failure):
-                fail(f"{world_size} ranks wait for each other: a blocking call waits for one that nobody has reached")
-            raise
-        everybody, calls = zip(*results, strict=True)
-        for rank, got in enumerate(everybody):
-            where = f"rank {rank} of {world_size}"
-            if not isinstance(got, tuple) or len(got) != 2:
-                fail(f"{where}: return two things, from the rank before and from the rank behind")
-            neighbours = (("before", rank - 1, 0), ("behind", rank + 1, 1))
-            for (name, other, way), mine in zip(neighbours, got, strict=True):
-                _expect_message(mine, other, way, seed, world_size, f"{where}, from the rank {name}")
-        rounds = expect_order_of_nccl(calls, f"{world_size} ranks")
-        if rounds > 2:  # even ranks first, then odd ones: 2
-            fail(
-                f"{world_size} ranks: messages go one after the other along the chain, in {rounds} rounds; start all "
-                "before you wait for any"
-            )
-
-
-def _expect_message(got, other: int, way: int, seed: int, world_size: int, where: str) -> None:
-    if other not in range(world_size):
-        if got is not None:
-            fail(f"{where}: there is no such rank; return None (the chain is no ring)")
-        return
-    right, not_waited = _message(other, way, seed), "or whatever stood in the buffer; wait for the receive"
-    if isinstance(got, Tensor) and got.shape == right.shape and 0.001 < (got == right).double().mean() < 1:
-        fail(f"{where}: a part is that rank's message, the rest zeros {not_waited}")
-    wrong = {
-        f"these are the zeros {not_waited}": torch.zeros(_shape(way)),
-        "this is what that rank sends the other way": _message(other, 1 - way, seed),
-    }
-    if not agree(got, right):
-        fail(f"{where}: {next((said for said, other in wrong.items() if agree(got, other)), difference(got, right))}")
-
-
-def _exchange(answer: Callable, seed: int):
+def watch_exchange(answer, seed):
+    """Large messages both ways along a chain: what came, and how the same calls run in NCCL's order."""
     rank = dist.get_rank()
     with recorded_calls() as calls:
-        received = answer(_message(rank, 0, seed), _message(rank, 1, seed))
-    return received, calls
+        got = answer(_message(rank, DOWN, seed), _message(rank, UP, seed))
+    rounds, stuck = replay_of_all(calls)
+    if not isinstance(got, tuple) or len(got) != 2:
+        return {"error": "no pair\nreturn two things, from the rank before and from the rank behind"}
+    return {
+        "from the rank before": _in_words(got[0], rank - 1, DOWN, seed),
+        "from the rank behind": _in_words(got[1], rank + 1, UP, seed),
+        "where ranks stand on NCCL": stuck,
+        "rounds of messages": Cost(rounds, 2 - rounds),  # even ranks first, then odd ones: 2
+    }
 
 
-def _shape(way: int) -> tuple[int, ...]:
-    return (400_000 + 1000 * way,)
+def _in_words(got, other: int, way: int, seed: int) -> str:
+    if not isinstance(got, Tensor):
+        return repr(got)
+    right = _message(other, way, seed)
+    known = {"its message": right, "the other way's": _message(other, 1 - way, seed), "no number": 0 * right}
+    part = "a part of its message" if got.shape == right.shape and (got == right).any() else "other numbers"
+    return next((name for name, x in known.items() if agree(got, x)), part)
 
 
 def _message(rank: int, way: int, seed: int) -> Tensor:
-    return torch.randn(_shape(way), generator=torch.Generator().manual_seed(seed + 10 * rank + way))
+    return numbers(seed + 10 * rank + way, 400_000 + 1000 * way)
+
+
+WRONG_EXCHANGE = {
+    LATE.format("no number"): wrong(arrived=0.0),
+    LATE.format("a part"): wrong(arrived=0.5),
+    ENDS: wrong(swapped=True),
+    STUCK: [wrong(start=_one_by_one(order)) for order in ("send recv,blocking", "recv send")],
+    "messages go one after the other along the chain; start all before you wait for any": along_the_chain,
+    "wait for each other": Stops(wrong(start=_one_by_one("send,blocking recv,blocking"))),
+    "return two things": Stops(lambda down, up: list(exchange(down, up))),
+}
+BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"
+SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": BLOCKED}
+check_exchange = Exercise(
+    exchange,
+    inputs_exchange,
+    WRONG_EXCHANGE,
+    watch_exchange,
+    SAYS_EXCHANGE,
+    ranks=BLOCKED,
+    right=exchange_even_ranks_first,
+    errors=ERRORS,
+    backend="gloo",
+)

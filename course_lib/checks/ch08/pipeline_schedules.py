@@ -3,7 +3,7 @@
 from functools import partial
 from itertools import pairwise
 
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
 from course_lib.schedules import from_lists, make, problems, simulate
 from course_lib.schedules.simulator import Costs
@@ -14,7 +14,7 @@ def words_of(name, p, m):
     return [[f"{one.op}{one.micro_batch}" for one in row] for row in make(name, p, m).instructions]
 
 
-def _scheduled(rows, p, m):
+def scheduled(rows, p, m):
     """The schedule that an answer gave, or the error that is seen of one that cannot be run."""
     if not isinstance(rows, list | tuple) or len(rows) != p:
         return None, {"error": f"no lists\nreturn {p} lists, one for each rank; got {rows!r:.80}"}
@@ -38,22 +38,6 @@ def limited(p, m, most, ahead_of=lambda p, rank, most: min(p - 1 - rank, most - 
     return rows
 
 
-def limited_greedily(p, m, most):
-    rows = []
-    for rank in range(p):
-        forwards = backwards = 0
-        row = []
-        while backwards < m:
-            if forwards < m and forwards - backwards < min(most, p - rank):
-                row.append(("F", forwards))
-                forwards += 1
-            else:
-                row.append(("B", backwards))
-                backwards += 1
-        rows.append(tuple(row))
-    return rows
-
-
 def limits(rng):
     p = rng.choice([4, 5])
     few, many = rng.randrange(1, p - 1), p + rng.randrange(1, 6)
@@ -61,7 +45,7 @@ def limits(rng):
 
 
 def watch_limited(answer, p, m, most):
-    schedule, seen = _scheduled(answer(p, m, most), p, m)
+    schedule, seen = scheduled(answer(p, m, most), p, m)
     if schedule is None:
         return seen
     got = simulate(schedule)
@@ -72,35 +56,27 @@ def watch_limited(answer, p, m, most):
     }
 
 
-wrong_ahead = partial(partial, limited)
-check_limited = Exercise(
-    "check_limited",
-    limited,
-    limited_greedily,
-    limits,
-    {
-        "this is 1F1B without the limit": wrong_ahead(ahead_of=lambda p, rank, most: p - 1 - rank),
-        "these are all forwards before all backwards": lambda p, m, most: words_of("afab", p, m),
-        "after warm-up a forward comes before the first backward, and counts too": wrong_ahead(
-            ahead_of=lambda p, rank, most: min(p - 1 - rank, most)
-        ),
-        "rank i never needs more than p - i micro-batches": wrong_ahead(ahead_of=lambda p, rank, most: most - 1),
-        "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: words_of(
-            "naive", p, m
-        ),
-        "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: words_of("zb_h1", p, m),
-    },
-    watch_limited,
-    {
-        "whether backward is split": "use whole backwards, B; I and W are for exercise 8",
-        "micro-batches that each rank keeps": "shorten the warm-up",
-        "slots": "use the memory that is allowed; warm-up has as many forwards as fit",
-    },
-    breaks={
-        "deadlock": wrong_ahead(ahead_of=lambda p, rank, most: min(rank, most - 1)),
-        "is missing, the backward": lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)],
-    },
-)
+wrong = partial(partial, limited)
+WRONG_LIMITED = {
+    "this is 1F1B without the limit": wrong(ahead_of=lambda p, rank, most: p - 1 - rank),
+    "these are all forwards before all backwards": lambda p, m, most: words_of("afab", p, m),
+    "after warm-up a forward comes before the first backward, and counts too": wrong(
+        ahead_of=lambda p, rank, most: min(p - 1 - rank, most)
+    ),
+    "rank i never needs more than p - i micro-batches": wrong(ahead_of=lambda p, rank, most: most - 1),
+    "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: words_of(
+        "naive", p, m
+    ),
+    "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: words_of("zb_h1", p, m),
+    "deadlock": Stops(wrong(ahead_of=lambda p, rank, most: min(rank, most - 1))),
+    "is missing, the backward": Stops(lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)]),
+}
+SAYS_LIMITED = {
+    "whether backward is split": "use whole backwards, B; I and W are for exercise 8",
+    "micro-batches that each rank keeps": "shorten the warm-up",
+    "slots": "use the memory that is allowed; warm-up has as many forwards as fit",
+}
+check_limited = Exercise(limited, limits, WRONG_LIMITED, watch_limited, SAYS_LIMITED)
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
@@ -127,7 +103,7 @@ def _all_w_at_the_end(p, m):
 
 def watch_shorter(answer, p, m):
     """In flight may be p - rank, as in 1F1B, and a rank may wait p - 1 slots."""
-    schedule, seen = _scheduled(answer(p, m), p, m)
+    schedule, seen = scheduled(answer(p, m), p, m)
     if schedule is None:
         return seen
     got = simulate(schedule, Costs(1, 1, 1))
@@ -140,17 +116,20 @@ def watch_shorter(answer, p, m):
     }
 
 
+WRONG_SHORTER = {
+    "it buys its time with memory, as ZB-H2": lambda p, m: words_of("zb_h2", p, m),
+    "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: words_of("1f1b", p, m),
+    "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
+    "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
+}
+SAYS_SHORTER = {
+    "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"
+}
 check_shorter = Exercise(
-    "check_shorter",
     shorter,
-    whole_backwards_on_rank_0,
     lambda rng: [(p, p + rng.randrange(5)) for p in (rng.choice([2, 3]), rng.choice([4, 5]))],
-    {
-        "it buys its time with memory, as ZB-H2": lambda p, m: words_of("zb_h2", p, m),
-        "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: words_of("1f1b", p, m),
-        "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
-        "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
-    },
+    WRONG_SHORTER,
     watch_shorter,
-    {"slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"},
+    SAYS_SHORTER,
+    right=whole_backwards_on_rank_0,
 )

@@ -115,32 +115,25 @@ def wrong_layer(**change):
 
 
 ROWS = "a row goes to the rank of its expert only, and its result comes back"
+WRONG = {
+    "the rows are added without their weights": wrong_layer(weigh=torch.ones_like),
+    "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the "
+    "results with the inverse of that order, order.argsort()": wrong_layer(undo=lambda order_R: order_R),
+    "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
+    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": wrong_layer(
+        undo=lambda order_R: torch.arange(len(order_R))
+    ),
+    "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
+    "experts run, and undo the order before the results go back": wrong_layer(
+        sort=lambda from_rank: torch.arange(from_rank.sum())
+    ),
+    "y_TD has no graph; nothing gets a gradient": lambda *given: layer(*given).detach(),
+    "the experts get no gradient. Autograd does not see a plain collective; write an autograd.Function whose "
+    "backward sends the gradients the way of the rows back": wrong_layer(move=send_rows),
+    "divided by the number of ranks; the loss here is a sum over all ranks": wrong_layer(move=_HalfWay.apply),
+    ROWS: _gathers,
+}
+HANG = "Does every rank call the same exchanges in the same order, also where it has no row to send?"
 check_layer = Exercise(
-    "check_layer",
-    layer,
-    layer_weighted_there,
-    sizes,
-    {
-        "the rows are added without their weights": wrong_layer(weigh=torch.ones_like),
-        "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the "
-        "results with the inverse of that order, order.argsort()": wrong_layer(undo=lambda order_R: order_R),
-        "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
-        "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": wrong_layer(
-            undo=lambda order_R: torch.arange(len(order_R))
-        ),
-        "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
-        "experts run, and undo the order before the results go back": wrong_layer(
-            sort=lambda from_rank: torch.arange(from_rank.sum())
-        ),
-        "y_TD has no graph; nothing gets a gradient": lambda *given: layer(*given).detach(),
-        "the experts get no gradient. Autograd does not see a plain collective; write an autograd.Function whose "
-        "backward sends the gradients the way of the rows back": wrong_layer(move=send_rows),
-        "divided by the number of ranks; the loss here is a sum over all ranks": wrong_layer(move=_HalfWay.apply),
-        ROWS: _gathers,
-    },
-    watch_layer,
-    {"bytes that forward sent": ROWS},
-    ranks=True,
-    hang="Does every rank call the same exchanges in the same order, also where it has no row to send?",
-    seconds=20.0,
+    layer, sizes, WRONG, watch_layer, {"bytes that forward sent": ROWS}, right=layer_weighted_there, ranks=HANG
 )

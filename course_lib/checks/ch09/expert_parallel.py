@@ -24,14 +24,6 @@ def sent_bytes(rows, rank, d_model, narrow_bytes, wide_bytes, total=None, home=F
     return d_model * (2 * forward + gradients)
 
 
-def bytes_by_messages(rows, rank, d_model, narrow_bytes, wide_bytes):
-    total = 0
-    for other in range(len(rows)):
-        if other != rank:
-            total += rows[rank][other] * (2 * narrow_bytes + wide_bytes) + 3 * rows[other][rank] * wide_bytes
-    return total * d_model
-
-
 def tables_of_rows(rng):
     """More goes out than comes back."""
     cases = []
@@ -44,37 +36,30 @@ def tables_of_rows(rng):
     return cases
 
 
-wrong_bytes = partial(partial, sent_bytes)
-check_sent_bytes = Exercise(
-    "check_sent_bytes",
-    sent_bytes,
-    bytes_by_messages,
-    tables_of_rows,
-    {
-        "what stays on the rank is not sent": wrong_bytes(home=True),
-        "combine returns the rows that came from others, not those that I sent": wrong_bytes(
-            total=lambda out, back, narrow, wide: 2 * out * (narrow + 2 * wide)
-        ),
-        "forward runs twice: before its backward the block dispatches and combines once more": wrong_bytes(
-            total=lambda out, back, narrow, wide: out * narrow + back * wide + (out + back) * wide
-        ),
-        "this is forward, twice; gradients travel too": wrong_bytes(
-            total=lambda out, back, narrow, wide: 2 * (out * narrow + back * wide)
-        ),
-        "only rows in dispatch are narrow; results and gradients have wide_bytes": wrong_bytes(
-            total=lambda out, back, narrow, wide: 3 * (out + back) * narrow
-        ),
-        "rows in dispatch have narrow_bytes per element": wrong_bytes(
-            total=lambda out, back, narrow, wide: 3 * (out + back) * wide
-        ),
-        "the gradients of dispatched rows are wide": wrong_bytes(
-            total=lambda out, back, narrow, wide: 2 * out * narrow + 2 * back * wide + out * wide + back * narrow
-        ),
-        "received rows are counted as well; return what this rank sends": wrong_bytes(
-            total=lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
-        ),
-    },
-)
+wrong = partial(partial, sent_bytes)
+WRONG_SENT = {
+    "what stays on the rank is not sent": wrong(home=True),
+    "combine returns the rows that came from others, not those that I sent": wrong(
+        total=lambda out, back, narrow, wide: 2 * out * (narrow + 2 * wide)
+    ),
+    "forward runs twice: before its backward the block dispatches and combines once more": wrong(
+        total=lambda out, back, narrow, wide: out * narrow + back * wide + (out + back) * wide
+    ),
+    "this is forward, twice; gradients travel too": wrong(
+        total=lambda out, back, narrow, wide: 2 * (out * narrow + back * wide)
+    ),
+    "only rows in dispatch are narrow; results and gradients have wide_bytes": wrong(
+        total=lambda out, back, narrow, wide: 3 * (out + back) * narrow
+    ),
+    "in dispatch an element has narrow_bytes": wrong(total=lambda out, back, narrow, wide: 3 * (out + back) * wide),
+    "the gradients of dispatched rows are wide": wrong(
+        total=lambda out, back, narrow, wide: 2 * out * narrow + 2 * back * wide + out * wide + back * narrow
+    ),
+    "received rows are counted as well; return what this rank sends": wrong(
+        total=lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
+    ),
+}
+check_sent_bytes = Exercise(sent_bytes, tables_of_rows, WRONG_SENT)
 
 
 # ------------------------------------------------------------------------------------ 5. whose gradients
@@ -108,29 +93,19 @@ def watch_gradients(answer, seed, size):
     return {"an expert's gradient": one, "the gradient of the rest": two}
 
 
-wrong_sums = partial(partial, sum_gradients)
+wrong = partial(partial, sum_gradients)
+WRONG_SUMS = {
+    "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": wrong(
+        experts=("expert_dp", DP // EP)
+    ),
+    "summed over all ranks, those with other experts too": wrong(experts=("dp", DP)),
+    "summed over the ranks that exchange tokens; those have other experts": wrong(experts=("ep", DP)),
+    "not summed: the same expert on another rank saw other tokens": wrong(experts=("", DP)),
+    "not divided: each rank's loss is a mean over its own tokens, and there are dp": wrong(experts=("expert_dp", 1)),
+    "not divided by the number of ranks": wrong(rest=("dp", 1)),
+    "the rest is on all ranks, not only on those with the same experts": wrong(rest=("expert_dp", DP)),
+    "a mean over the ranks with the same experts; the rest is on all ranks": wrong(rest=("expert_dp", DP // EP)),
+}
 check_sum_gradients = Exercise(
-    "check_sum_gradients",
-    sum_gradients,
-    sums_by_gathering,
-    gradients,
-    {
-        "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": wrong_sums(
-            experts=("expert_dp", DP // EP)
-        ),
-        "summed over all ranks, those with other experts too": wrong_sums(experts=("dp", DP)),
-        "summed over the ranks that exchange tokens; those have other experts": wrong_sums(experts=("ep", DP)),
-        "not summed: the same expert on another rank saw other tokens": wrong_sums(experts=("", DP)),
-        "not divided: each rank's loss is a mean over its own tokens, of which there are dp": wrong_sums(
-            experts=("expert_dp", 1)
-        ),
-        "not divided by the number of ranks": wrong_sums(rest=("dp", 1)),
-        "the rest is on all ranks, not only on those with the same experts": wrong_sums(rest=("expert_dp", DP)),
-        "a mean over the ranks with the same experts; the rest is on all ranks": wrong_sums(
-            rest=("expert_dp", DP // EP)
-        ),
-    },
-    watch_gradients,
-    ranks=True,
-    hang="Does every rank of a group make the same calls in the same order?",
+    sum_gradients, gradients, WRONG_SUMS, watch_gradients, right=sums_by_gathering, ranks=True
 )

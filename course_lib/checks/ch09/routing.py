@@ -26,18 +26,6 @@ def route(logits_TE, top_k, score, bias_E, choose=None, weigh=None):
     return expert_Tk, weigh(*chosen) if weigh else _normalised(chosen[1])
 
 
-def route_one_best_after_the_other(logits_TE, top_k, score, bias_E):
-    """k times the largest that is left, which is then struck out."""
-    score_TE = torch.softmax(logits_TE, -1) if score == "softmax" else torch.sigmoid(logits_TE)
-    left_TE, chosen = score_TE + bias_E, []
-    for _ in range(top_k):
-        chosen.append(left_TE.argmax(-1))
-        left_TE = left_TE.scatter(1, chosen[-1][:, None], -torch.inf)
-    one_hot_TkE = torch.nn.functional.one_hot(torch.stack(chosen, 1), logits_TE.shape[1]).to(score_TE)
-    weight_Tk = torch.einsum("tke,te->tk", one_hot_TkE, score_TE)
-    return [torch.stack(chosen, 1), weight_Tk / weight_Tk.sum(1)[:, None]]
-
-
 def logits(rng):
     cases = []
     for score in ("softmax", "sigmoid"):
@@ -51,35 +39,31 @@ def _always(score):
     return lambda logits_TE, top_k, _, bias_E: route(logits_TE, top_k, score, bias_E)
 
 
-wrong_route = partial(partial, route)
+wrong = partial(partial, route)
+WRONG_ROUTE = {
+    "the bias is missing: it is added to the scores for the choice": wrong(
+        choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
+    ),
+    "the bias is added to the scores, not to the logits": wrong(
+        choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE + bias_E, score)
+    ),
+    "scores are a sigmoid of each logit by itself here": _always("softmax"),
+    "scores are one softmax over the experts here": _always("sigmoid"),
+    "the bias chooses, it does not weigh": wrong(
+        weigh=lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
+    ),
+    "these do not add up to 1: divide by the sum of the chosen scores": wrong(
+        weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk
+    ),
+    "a softmax of scores; the scores themselves are divided by their sum": wrong(
+        weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)
+    ),
+    "a softmax of the chosen logits; with sigmoids that is not scores divided by their sum": wrong(
+        weigh=lambda logits_Tk, score_Tk, bias_Tk: logits_Tk.softmax(-1)
+    ),
+}
 check_route = Exercise(
-    "check_route",
-    route,
-    route_one_best_after_the_other,
-    logits,
-    {
-        "the bias is missing: it is added to the scores for the choice": wrong_route(
-            choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
-        ),
-        "the bias is added to the scores, not to the logits": wrong_route(
-            choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE + bias_E, score)
-        ),
-        "scores are a sigmoid of each logit by itself here": _always("softmax"),
-        "scores are one softmax over the experts here": _always("sigmoid"),
-        "the bias chooses, it does not weigh": wrong_route(
-            weigh=lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
-        ),
-        "these do not add up to 1: divide by the sum of the chosen scores": wrong_route(
-            weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk
-        ),
-        "a softmax of scores; the scores themselves are divided by their sum": wrong_route(
-            weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)
-        ),
-        "a softmax of the chosen logits; with sigmoids that is not scores divided by their sum": wrong_route(
-            weigh=lambda logits_Tk, score_Tk, bias_Tk: logits_Tk.softmax(-1)
-        ),
-    },
-    several("return expert_Tk, weight_Tk", "expert_Tk, best first", "weight_Tk"),
+    route, logits, WRONG_ROUTE, several("return expert_Tk, weight_Tk", "expert_Tk, best first", "weight_Tk")
 )
 
 
@@ -111,29 +95,19 @@ def loads(rng):
     return cases
 
 
-wrong_step = partial(partial, bias_step)
-check_bias_step = Exercise(
-    "check_bias_step",
-    bias_step,
-    bias_in_place,
-    loads,
-    {
-        "the wrong way: an overloaded expert must be chosen less": wrong_step(step=lambda below_E, _: -below_E.sign()),
-        "every step has the same size, however far the load is from the mean": wrong_step(
-            step=lambda below_E, _: below_E
-        ),
-        "a step in proportion to the relative load; only its direction counts": wrong_step(
-            step=lambda below_E, mean: below_E / mean
-        ),
-        "an expert at the mean stays where it is": wrong_step(step=lambda below_E, _: (below_E >= 0).double() * 2 - 1),
-        "an expert at the mean stays; it went down": wrong_step(step=lambda below_E, _: (below_E > 0).double() * 2 - 1),
-        "the new bias starts from the old one": lambda bias_E, load_E, speed: bias_step(0 * bias_E, load_E, speed),
-        "away from the median; a fair share is the mean": lambda bias_E, load_E, speed: (
-            bias_E + speed * (load_E.median() - load_E).sign()
-        ),
-    },
-    result,
-)
+wrong = partial(partial, bias_step)
+WRONG_STEP = {
+    "the wrong way: an overloaded expert must be chosen less": wrong(step=lambda below_E, _: -below_E.sign()),
+    "every step has the same size, however far the load is from the mean": wrong(step=lambda below_E, _: below_E),
+    "in proportion to the relative load; only its direction counts": wrong(step=lambda below_E, mean: below_E / mean),
+    "an expert at the mean stays where it is": wrong(step=lambda below_E, _: (below_E >= 0).double() * 2 - 1),
+    "an expert at the mean stays; it went down": wrong(step=lambda below_E, _: (below_E > 0).double() * 2 - 1),
+    "the new bias starts from the old one": lambda bias_E, load_E, speed: bias_step(0 * bias_E, load_E, speed),
+    "away from the median; a fair share is the mean": lambda bias_E, load_E, speed: (
+        bias_E + speed * (load_E.median() - load_E).sign()
+    ),
+}
+check_bias_step = Exercise(bias_step, loads, WRONG_STEP, result, right=bias_in_place)
 
 
 # ------------------------------------------------------------------------------------ 3. capacity
@@ -148,17 +122,6 @@ def keep(expert_Tk, num_experts, factor, room=math.ceil, k=None, by_token=False)
         taken[expert] += 1
         kept.append(taken[expert] <= capacity)
     return torch.tensor(kept).view_as(expert_Tk)
-
-
-def keep_by_sorting(expert_Tk, num_experts, factor):
-    """The queue of each expert stands together once the assignments are sorted by expert; its first ones are kept."""
-    tokens, k = expert_Tk.shape
-    room = math.ceil(factor * k * tokens / num_experts)
-    sorted_A, order_A = expert_Tk.t().reshape(-1).sort(stable=True)
-    begin_E = torch.searchsorted(sorted_A, torch.arange(num_experts))
-    kept_A = torch.empty(tokens * k, dtype=torch.bool)
-    kept_A[order_A] = torch.arange(tokens * k) - begin_E[sorted_A] < room
-    return kept_A.view(k, tokens).t()
 
 
 def choices(rng):
@@ -182,26 +145,20 @@ def _drawn_choice(rng, least, most):
 
 K, ORDER = "k is missing in the capacity", "first choices go before second ones"
 FORMULA = "; assignments count, k for each token: factor * k * T / E"
-wrong_keep = partial(partial, keep)
+wrong = partial(partial, keep)
 WRONG_KEEP = {
-    f"only {K}{FORMULA}": wrong_keep(k=1),
-    f"{K}, and its rounding goes up{FORMULA}": wrong_keep(k=1, room=math.floor),
-    f"{K}, and {ORDER}{FORMULA}": wrong_keep(k=1, by_token=True),
-    f"{K}, its rounding goes up, and {ORDER}{FORMULA}": wrong_keep(k=1, room=math.floor, by_token=True),
-    "each expert takes one too many": wrong_keep(room=lambda share: math.ceil(share) + 1),
-    "the capacity is a whole number here, and stays what it is when rounded up": wrong_keep(
+    f"only {K}{FORMULA}": wrong(k=1),
+    f"{K}, and its rounding goes up{FORMULA}": wrong(k=1, room=math.floor),
+    f"{K}, and {ORDER}{FORMULA}": wrong(k=1, by_token=True),
+    f"{K}, its rounding goes up, and {ORDER}{FORMULA}": wrong(k=1, room=math.floor, by_token=True),
+    "each expert takes one too many": wrong(room=lambda share: math.ceil(share) + 1),
+    "the capacity is a whole number here, and stays what it is when rounded up": wrong(
         room=lambda share: math.floor(share) + 1
     ),
-    "token by token; all first assignments come before any second one": wrong_keep(by_token=True),
+    "token by token; all first assignments come before any second one": wrong(by_token=True),
     "a token that loses one assignment keeps its others": lambda expert_Tk, num_experts, factor: (
         keep(expert_Tk, num_experts, factor) & keep(expert_Tk, num_experts, factor).all(1, keepdim=True)
     ),
-    "the capacity is rounded up": wrong_keep(room=math.floor),
+    "the capacity is rounded up": wrong(room=math.floor),
 }
-check_keep = Exercise(
-    "check_keep",
-    keep,
-    keep_by_sorting,
-    choices,
-    WRONG_KEEP,
-)
+check_keep = Exercise(keep, choices, WRONG_KEEP)

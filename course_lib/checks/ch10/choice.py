@@ -1,14 +1,14 @@
-"""Grader of chapter 10, exercise 7: a layout chosen for a job, against memory, the global batch and a search."""
+"""Table of chapter 10, exercise 7: a layout chosen for a job, against memory, the global batch and a search."""
 
 from functools import lru_cache
-from itertools import product
 
-from course_lib.checks.core import fail, grader
+from course_lib.checks.table import Exercise, Stops
 from course_lib.config import preset
+from course_lib.estimate import Estimate
 from course_lib.hardware import GB, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.minimal.choose import choose
-from course_lib.plan import Job, Option, search, work_out
+from course_lib.plan import Job, search, work_out
 
 ENOUGH = 0.93  # of the best speed: the flow chart reaches it
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -36,66 +36,55 @@ def _layout(job, tp=1, micro_batch=1, **choices):
     return Layout(**sizes, sequence_parallel=tp > 1, regather=tp > 1, **choices)
 
 
-def by_trying(job):
-    """The fastest of a small grid that fits."""
-    options = []
-    for tp, micro_batch, zero_stage in product((1, 2, 4), (1, 2), (1, 3)):
-        if job.sequences // (job.num_gpus // tp) % micro_batch == 0:
-            options.append(work_out(job, _layout(job, tp, micro_batch, zero_stage=zero_stage)))
-    return min((option for option in options if option.fits), key=lambda option: option.step_s).layout
+def jobs(rng):
+    """Three jobs, each with the best layout of the search."""
+    drawn = zip(JOBS, (rng.choice([8, 16]), rng.choice([16, 32]), 64), strict=True)
+    of_jobs = [(*rng.choice(known), num_gpus) for known, num_gpus in drawn]
+    return [(job, _best(job)) for job in (_job(*of_job) for of_job in of_jobs)]
 
 
-WRONG = {
-    "return a Layout": lambda job: "dp=8",
-    "ep and SP need no ranks": lambda job: Layout(dp=2 * job.num_gpus),
-    "the job's global batch": lambda job: Layout(dp=job.num_gpus, zero_stage=3),
-    "does not fit by": lambda job: _layout(job, zero_stage=1),
-    "it computes more": lambda job: _layout(job, zero_stage=3, recompute="full"),
-    "its kernels are short": lambda job: _layout(job, 8, zero_stage=1),
-    "more tokens per GPU": lambda job: (
-        _layout(job, 8, zero_stage=3) if job.config.num_layers == 80 else choose(job).option.layout
-    ),
-}
-
-
-@grader(right=by_trying, wrong=WRONG)
-def check_choice(answer, rng):
-    """A layout for three jobs: it divides, meets the global batch, fits, and is nearly as fast as the search's best."""
-    gpus = (rng.choice([8, 16]), rng.choice([16, 32]), 64)
-    for known, num_gpus in zip(JOBS, gpus, strict=True):
-        model, sequences, seq_len = rng.choice(known)
-        _check_job(
-            answer, Job(preset(model), CLUSTER, num_gpus, seq_len, sequences * seq_len, "bf16-master-fp32-grads")
-        )
-
-
-def _check_job(answer, job: Job) -> None:
-    layout = answer(job)
-    where = f"{job.config.name} on {job.num_gpus} GPUs, {job.sequences} sequences of {job.seq_len} tokens"
-    if not isinstance(layout, Layout):
-        fail(f"{where}: return a Layout; it is {layout!r}")
-    try:
-        option = work_out(job, layout)
-    except ValueError as error:
-        fail(f"{where}: {error}")
-    if not option.fits:
-        over = (option.memory_bytes - option.usable_bytes) / GB
-        fail(f"{where}: {layout} does not fit by {over:.1f} GB; {option.memory_in_words}")
-    best = _best(job)
-    share = best.step_s / option.step_s
-    if share < ENOUGH:
-        room = (option.usable_bytes - option.memory_bytes) / GB
-        fail(
-            f"{where}: {layout} fits, with {room:.1f} GB left; it is {1 - share:.0%} slower than the best of the "
-            f"search, because {_why(option, best)}"
-        )
+def _job(model, sequences, seq_len, num_gpus):
+    return Job(preset(model), CLUSTER, num_gpus, seq_len, sequences * seq_len, "bf16-master-fp32-grads")
 
 
 @lru_cache
-def _best(job: Job) -> Option:
+def _best(job: Job) -> Estimate:
     return search(job, enough=1).best
 
 
-def _why(option: Option, best: Option) -> str:
+def watch(answer, job: Job, best: Estimate) -> dict:
+    """Whether the layout divides, meets the global batch, fits, and is nearly as fast as the search's best."""
+    layout = answer(job)
+    where = f"{job.config.name} on {job.num_gpus} GPUs, {job.sequences} sequences of {job.seq_len} tokens"
+    if not isinstance(layout, Layout):
+        return {"error": f"no layout\n{where}: return a Layout; it is {layout!r}"}
+    try:
+        option = work_out(job, layout)
+    except ValueError as error:
+        return {"error": f"impossible\n{where}: {error}"}
+    room, share = (option.usable_bytes - option.memory_bytes) / GB, best.step_s / option.step_s
+    if not option.fits:
+        return {"error": f"too large\n{where}: {layout} does not fit by {-room:.1f} GB; {option.memory_in_words}"}
+    if share < ENOUGH:
+        slower = f"it is {1 - share:.0%} slower than the best of the search, because {_why(option, best)}"
+        return {"error": f"too slow\n{where}: {layout} fits, with {room:.1f} GB left; {slower}"}
+    return {}
+
+
+def _why(option: Estimate, best: Estimate) -> str:
     more = {part: s - best.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
     return _BECAUSE.get(max(more, key=more.get), "experts' rows travel too far")
+
+
+WRONG = {
+    "return a Layout": Stops(lambda job: "dp=8"),
+    "ep and SP need no ranks": Stops(lambda job: Layout(dp=2 * job.num_gpus)),
+    "the job's global batch": Stops(lambda job: Layout(dp=job.num_gpus, zero_stage=3)),
+    "does not fit by": Stops(lambda job: _layout(job, zero_stage=1)),
+    "it computes more": Stops(lambda job: _layout(job, zero_stage=3, recompute="full")),
+    "its kernels are short": Stops(lambda job: _layout(job, 8, zero_stage=1)),
+    "more tokens per GPU": Stops(
+        lambda job: _layout(job, 8, zero_stage=3) if job.config.num_layers == 80 else choose(job).option.layout
+    ),
+}
+check_choice = Exercise(lambda job: choose(job).option.layout, jobs, WRONG, watch)

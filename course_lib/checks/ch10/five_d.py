@@ -22,21 +22,6 @@ def groups(rank, sizes, ep, /, order=tuple, **mistakes):
     return right | {axis: right[made] if isinstance(made, str) else made for axis, made in wrong.items()}
 
 
-def groups_by_strides(rank, sizes, ep):
-    """Each axis steps by the product of the sizes behind it."""
-    stride, strides = 1, {}
-    for axis in reversed(sizes):
-        strides[axis], stride = stride, stride * sizes[axis]
-    first = {axis: rank - rank // strides[axis] % sizes[axis] * strides[axis] for axis in sizes}
-    corner = first["dp"] + first["cp"] - rank
-    steps = [i * strides["dp"] + j * strides["cp"] for i in range(sizes["dp"]) for j in range(sizes["cp"])]
-    data = sorted(corner + step for step in steps)
-    runs = [data[i : i + ep] for i in range(0, len(data), ep)]
-    mine = next(run for run in runs if rank in run)
-    tp = tuple(first["tp"] + i * strides["tp"] for i in range(sizes["tp"]))
-    return {"tp": tp, "data": data, "ep": mine, "expert_dp": [run[mine.index(rank)] for run in runs]}
-
-
 def meshes(rng):
     """First cp outside dp and not the usual order, then dp outside; ep is not always data's inner axis."""
     cases = []
@@ -81,48 +66,35 @@ def _without_gaps(mesh, rank, ep, data):
     return data[first : first + each]
 
 
-wrong_groups = partial(partial, groups)
-check_groups = Exercise(
-    "check_groups",
-    groups,
-    groups_by_strides,
-    meshes,
-    {
-        "the first axis is the outermost, the last changes fastest": wrong_groups(order=reversed),
-        "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp": wrong_groups(
-            order=lambda sizes: AXES
-        ),
-        "ranks that differ in dp alone; those that differ in cp have the same parameters too": wrong_groups(data="dp"),
-        "the right ranks, but in rank order they are others: sort them": [
-            wrong_groups(data=_always("dp", "cp")),
-            wrong_groups(data=_always("cp", "dp")),
-        ],
-        "those that differ in pp have other layers, and nothing of mine to sum": wrong_groups(data=_same_tp),
-        "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": wrong_groups(
-            ep="expert_dp"
-        ),
-        "neighbours in the world; ep is carved out of data": wrong_groups(
-            ep=lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
-        ),
-        "these lie along the inner axis of dp and cp; ep neighbours of data can be fewer or more": wrong_groups(
-            ep=lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
-        ),
-        "every so many ranks of data, not the run of neighbours that I am in": wrong_groups(
-            ep=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
-        ),
-        "ranks with equal gaps between them; ep takes neighbours of data, one after the other": wrong_groups(
-            ep=_with_gaps
-        ),
-        "these share the experts among them; expert_dp has the same ones": wrong_groups(expert_dp="ep"),
-        "counted from the number of my run; my place in the run says which experts I have": wrong_groups(
-            expert_dp=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: ep]
-        ),
-        "neighbours in data, as if ep had gaps; neighbours have different experts": wrong_groups(
-            expert_dp=_without_gaps
-        ),
-    },
-    several("return a dict, of 'tp', 'data', 'ep' and 'expert_dp'", "tp", "data", "ep", "expert_dp"),
-)
+wrong = partial(partial, groups)
+WRONG_GROUPS = {
+    "the first axis is the outermost, the last changes fastest": wrong(order=reversed),
+    "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp": wrong(order=lambda sizes: AXES),
+    "ranks that differ in dp alone; those that differ in cp have the same parameters too": wrong(data="dp"),
+    "the right ranks, but in rank order they are others: sort them": [
+        wrong(data=_always("dp", "cp")),
+        wrong(data=_always("cp", "dp")),
+    ],
+    "those that differ in pp have other layers, and nothing of mine to sum": wrong(data=_same_tp),
+    "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": wrong(ep="expert_dp"),
+    "neighbours in the world; ep is carved out of data": wrong(
+        ep=lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
+    ),
+    "these lie along the inner axis of dp and cp; ep neighbours of data can be fewer or more": wrong(
+        ep=lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
+    ),
+    "every so many ranks of data, not the run of neighbours that I am in": wrong(
+        ep=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
+    ),
+    "ranks with equal gaps between them; ep takes neighbours of data, one after the other": wrong(ep=_with_gaps),
+    "these share the experts among them; expert_dp has the same ones": wrong(expert_dp="ep"),
+    "counted from the number of my run; my place in the run says which experts I have": wrong(
+        expert_dp=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: ep]
+    ),
+    "neighbours in data, as if ep had gaps; neighbours have different experts": wrong(expert_dp=_without_gaps),
+}
+_groups = several("return a dict, of 'tp', 'data', 'ep' and 'expert_dp'", "tp", "data", "ep", "expert_dp")
+check_groups = Exercise(groups, meshes, WRONG_GROUPS, _groups)
 
 
 # ------------------------------------------------------------------------------------ 2. whose gradient
@@ -138,14 +110,6 @@ def summed_over(kind, rank, layout, **mistakes):
     norms = "data x tp" if layout.sequence_parallel else "data"
     name = {"matrices": "data", "norms": norms, "experts": "expert_dp"}[kind]
     return groups[mistakes.get(kind + "_with_SP" * layout.sequence_parallel, mistakes.get(kind, name))]
-
-
-def summed_by_coordinates(kind, rank, layout):
-    """All ranks of the world whose coordinates say that they have a part."""
-    fixed = {"pp"} if kind == "norms" and layout.sequence_parallel else {"pp", "tp"}
-    here, of_rank = layout.mesh.coordinates(rank), map(layout.mesh.coordinates, range(layout.world_size))
-    same = [other for other, there in enumerate(of_rank) if all(there[axis] == here[axis] for axis in fixed)]
-    return set(same[same.index(rank) % layout.ep :: layout.ep] if kind == "experts" else same)
 
 
 def a_rank_of_layouts(rng):
@@ -164,38 +128,26 @@ def watch_kinds(answer, rank, tp):
     return seen
 
 
-wrong_kinds = partial(partial, summed_over)
-check_summed_over = Exercise(
-    "check_summed_over",
-    summed_over,
-    summed_by_coordinates,
-    a_rank_of_layouts,
-    {
-        "dp alone: ranks of cp have the same parameters and saw other tokens": wrong_kinds(matrices="dp"),
-        "every rank of the stage: those of other tp ranks hold another part of the matrix": wrong_kinds(
-            matrices="data x tp"
-        ),
-        "tp alone: the other ranks of data saw other sequences": wrong_kinds(norms="tp"),
-        "with sequence parallelism each rank of tp saw only its own tokens": wrong_kinds(norms="data"),
-        "data times tp, not data and tp joined: those that differ from me in both have a part too": wrong_kinds(
-            norms_with_SP="data or tp"
-        ),
-        "without sequence parallelism each rank of tp has the whole gradient already": wrong_kinds(norms="data x tp"),
-        "tp is for sequence parallelism alone: without it, ranks of tp ran all tokens through the norm": wrong_kinds(
-            norms="data or tp", norms_with_SP="data x tp"
-        ),
-        "most ranks of data hold other experts": wrong_kinds(experts="data"),
-        "these brought their tokens already; the same experts are elsewhere": wrong_kinds(experts="ep"),
-        "experts are cut over tp, as matrices are: other ranks of tp hold another part": wrong_kinds(
-            experts="expert_dp x tp"
-        ),
-        "ranks of other stages have other layers, and no part of this one": wrong_kinds(
-            **dict.fromkeys(KINDS, "world")
-        ),
-        "this rank's own part counts too": lambda kind, rank, layout: {*summed_over(kind, rank, layout)} - {rank},
-    },
-    watch_kinds,
-)
+wrong = partial(partial, summed_over)
+WRONG_KINDS = {
+    "dp alone: ranks of cp have the same parameters and saw other tokens": wrong(matrices="dp"),
+    "every rank of the stage: those of other tp ranks hold another part of the matrix": wrong(matrices="data x tp"),
+    "tp alone: the other ranks of data saw other sequences": wrong(norms="tp"),
+    "with sequence parallelism each rank of tp saw only its own tokens": wrong(norms="data"),
+    "data times tp, not data and tp joined: those that differ from me in both have a part too": wrong(
+        norms_with_SP="data or tp"
+    ),
+    "without sequence parallelism each rank of tp has the whole gradient already": wrong(norms="data x tp"),
+    "tp is for sequence parallelism alone: without it, ranks of tp ran all tokens through the norm": wrong(
+        norms="data or tp", norms_with_SP="data x tp"
+    ),
+    "most ranks of data hold other experts": wrong(experts="data"),
+    "these brought their tokens already; the same experts are elsewhere": wrong(experts="ep"),
+    "experts are cut over tp, as matrices are: other ranks of tp hold another part": wrong(experts="expert_dp x tp"),
+    "ranks of other stages have other layers, and no part of this one": wrong(**dict.fromkeys(KINDS, "world")),
+    "this rank's own part counts too": lambda kind, rank, layout: {*summed_over(kind, rank, layout)} - {rank},
+}
+check_summed_over = Exercise(summed_over, a_rank_of_layouts, WRONG_KINDS, watch_kinds)
 
 
 # ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
@@ -204,17 +156,6 @@ def sent(p, micro_batches, tokens, d_model, numel, itemsize, pp=None, zero3=lamb
     of_pp = 2 * micro_batches * tokens * d_model * itemsize
     trips, pieces = zero3(micro_batches // p, p)
     return pp(of_pp, p) if pp else of_pp, trips * pieces * (numel // p) * itemsize
-
-
-def sent_by_loops(p, micro_batches, tokens, d_model, numel, itemsize):
-    """Message after message."""
-    pipeline = zero3 = 0
-    for micro_batch in range(micro_batches):
-        for _ in ("onward", "and back"):
-            pipeline += tokens * d_model * itemsize
-        for _ in ("gather", "gather again", "reduce") * (micro_batch % p == 0):  # one of p is mine
-            zero3 += (p - 1) * (numel // p) * itemsize
-    return [pipeline, zero3]
 
 
 def steps(rng):
@@ -238,39 +179,27 @@ def _numbers(half):
     return answer
 
 
-wrongly_sent = partial(partial, sent)
+wrong = partial(partial, sent)
+WRONG_SENT = {
+    "PP sends gradients back as well": wrong(pp=lambda pp, p: pp // 2),
+    "PP: every micro-batch passes every rank, not 1 / p of them": wrong(pp=lambda pp, p: pp // p),
+    "PP: what arrives is counted too; sent are activations onward and gradients back": wrong(pp=lambda pp, p: 2 * pp),
+    "PP: a rank in the middle sends both ways always; the ends do not": wrong(pp=lambda pp, p: pp * (p - 1) // p),
+    "PP: these are numbers; each has itemsize bytes": _numbers(0),
+    "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": wrong(zero3=lambda each, p: (3 * each * p, p - 1)),
+    "ZeRO-3 gathers twice, forward and backward, and reduces once": wrong(zero3=lambda each, p: (2 * each, p - 1)),
+    "ZeRO-3: a rank's own piece is not sent to itself": wrong(zero3=lambda each, p: (3 * each, p)),
+    "ZeRO-3 gathers anew for each micro-batch": wrong(zero3=lambda each, p: (3, p - 1)),
+    "ZeRO-3 reduces gradients after each micro-batch: it keeps no whole ones": wrong(
+        zero3=lambda each, p: (2 * each + 1, p - 1)
+    ),
+    "ZeRO-3: gradients take one trip, a reduce-scatter; an all-reduce would be two": wrong(
+        zero3=lambda each, p: (4 * each, p - 1)
+    ),
+    "ZeRO-3: these are numbers; each has itemsize bytes": _numbers(1),
+}
 check_pp_and_zero3 = Exercise(
-    "check_pp_and_zero3",
-    sent,
-    sent_by_loops,
-    steps,
-    {
-        "PP sends gradients back as well": wrongly_sent(pp=lambda pp, p: pp // 2),
-        "PP: every micro-batch passes every rank, not 1 / p of them": wrongly_sent(pp=lambda pp, p: pp // p),
-        "PP: what is received is counted as well; sent are activations onward and gradients back": wrongly_sent(
-            pp=lambda pp, p: 2 * pp
-        ),
-        "PP: a rank in the middle sends both ways always; the ends do not": wrongly_sent(
-            pp=lambda pp, p: pp * (p - 1) // p
-        ),
-        "PP: these are numbers; each has itemsize bytes": _numbers(0),
-        "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": wrongly_sent(
-            zero3=lambda each, p: (3 * each * p, p - 1)
-        ),
-        "ZeRO-3 gathers twice, forward and backward, and reduces once": wrongly_sent(
-            zero3=lambda each, p: (2 * each, p - 1)
-        ),
-        "ZeRO-3: a rank's own piece is not sent to itself": wrongly_sent(zero3=lambda each, p: (3 * each, p)),
-        "ZeRO-3 gathers anew for each micro-batch": wrongly_sent(zero3=lambda each, p: (3, p - 1)),
-        "ZeRO-3 reduces gradients after each micro-batch: it keeps no whole ones": wrongly_sent(
-            zero3=lambda each, p: (2 * each + 1, p - 1)
-        ),
-        "ZeRO-3: gradients take one trip, a reduce-scatter; an all-reduce would be two": wrongly_sent(
-            zero3=lambda each, p: (4 * each, p - 1)
-        ),
-        "ZeRO-3: these are numbers; each has itemsize bytes": _numbers(1),
-    },
-    several("return a pair, of PP and of ZeRO-3", "what PP sends", "what ZeRO-3 sends"),
+    sent, steps, WRONG_SENT, several("return a pair, of PP and of ZeRO-3", "what PP sends", "what ZeRO-3 sends")
 )
 
 
@@ -285,16 +214,6 @@ def smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is
             return tp, cut // tp, dp
         cut *= 2
     return None
-
-
-def cut_by_search(numel, gpus, per_node, limit):
-    """All cuts that fit, and of these the least, with the largest tp."""
-    powers = [2**i for i in range(gpus.bit_length()) if 2**i <= gpus]
-    cuts = [
-        (tp * pp, -tp, pp, gpus // (tp * pp)) for tp in powers if tp <= per_node for pp in powers if tp * pp <= gpus
-    ]
-    fitting = [cut for cut in cuts if numel * (4 + 12 / cut[3]) / cut[0] <= limit]
-    return [-min(fitting)[1], *min(fitting)[2:]] if fitting else None
 
 
 def clusters(rng):
@@ -327,24 +246,18 @@ def _largest(numel, gpus, per_node, limit):
     return smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
 
 
-wrong_cut = partial(partial, smallest_cut)
-check_smallest_cut = Exercise(
-    "check_smallest_cut",
-    smallest_cut,
-    cut_by_search,
-    clusters,
-    {
-        "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": wrong_cut(sharded=0),
-        "tp must stay inside a node": lambda numel, gpus, per_node, limit: smallest_cut(numel, gpus, gpus, limit),
-        "it fits, but a smaller cut fits too: more of the GPUs can be dp": _largest,
-        "of equal cuts the one with the larger tp, as far as a node goes": wrong_cut(pp_first=True),
-        "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": wrong_cut(sharded=16),
-        "dp is what tp and pp leave: the more they cut, the less there is to shard over": wrong_cut(dp_is_all=True),
-        "nothing fits, whatever is cut": lambda numel, gpus, per_node, limit: (
-            smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
-        ),
-        "a cut over more than a node fits, and your function says that nothing does": _one_node,
-        "its product is not the number of GPUs: dp is what tp and pp together leave": _dp_without_pp,
-    },
-    watch_cut,
-)
+wrong = partial(partial, smallest_cut)
+WRONG_CUT = {
+    "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": wrong(sharded=0),
+    "tp must stay inside a node": lambda numel, gpus, per_node, limit: smallest_cut(numel, gpus, gpus, limit),
+    "it fits, but a smaller cut fits too: more of the GPUs can be dp": _largest,
+    "of equal cuts the one with the larger tp, as far as a node goes": wrong(pp_first=True),
+    "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": wrong(sharded=16),
+    "dp is what tp and pp leave: the more they cut, the less there is to shard over": wrong(dp_is_all=True),
+    "nothing fits, whatever is cut": lambda numel, gpus, per_node, limit: (
+        smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
+    ),
+    "a cut over more than a node fits, and your function says that nothing does": _one_node,
+    "its product is not the number of GPUs: dp is what tp and pp together leave": _dp_without_pp,
+}
+check_smallest_cut = Exercise(smallest_cut, clusters, WRONG_CUT, watch_cut)

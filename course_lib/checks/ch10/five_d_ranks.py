@@ -92,45 +92,34 @@ def watch_sums(answer, layout, seed):
     return seen
 
 
-wrong_sums = partial(partial, sum_by_kind)
+wrong = partial(partial, sum_by_kind)
 DIVIDED = "each rank's loss is a share of the mean already, nothing is divided"
+WRONG_SUMS = {
+    f"as many times too short as its group has ranks; {DIVIDED}": wrong(divisor=lambda group, layout: group.size()),
+    f"{WORLD} times too short; {DIVIDED}": wrong(divisor=lambda group, layout: WORLD),
+    "under SP each rank of tp ran its own tokens alone through it; they are missing": wrong(
+        mistake=lambda layout: {"norms": "data"}
+    ),
+    "tp times too long: without SP every rank of tp has the whole gradient": wrong(
+        mistake=lambda layout: {"norms": "data tp"}
+    ),
+    "summed with the gradients of other experts: those that share the layer with me": wrong(
+        mistake=lambda layout: {"experts": "data"}
+    ),
+    "the ranks of ep brought their tokens already, and have other experts": [
+        wrong(mistake=lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}),
+        wrong(mistake=lambda layout: {"experts": "ep"}),
+    ],
+    "the ranks of expert_dp ran other tokens through the same experts; add theirs": wrong(
+        mistake=lambda layout: {"experts": ""}
+    ),
+    "cut over tp: the other ranks of tp have another part, whose gradient is another": wrong(
+        mistake=lambda layout: {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
+    ),
+    "the tokens of the other ranks of cp are missing": wrong(mistake=lambda layout: {"matrices": "dp"}),
+}
 check_combined_sums = Exercise(
-    "check_combined_sums",
-    sum_by_kind,
-    sums_in_one_flat,
-    combinations,
-    {
-        f"as many times too short as its group has ranks; {DIVIDED}": wrong_sums(
-            divisor=lambda group, layout: group.size()
-        ),
-        f"{WORLD} times too short; {DIVIDED}": wrong_sums(divisor=lambda group, layout: WORLD),
-        "under SP each rank of tp ran its own tokens alone through it; they are missing": wrong_sums(
-            mistake=lambda layout: {"norms": "data"}
-        ),
-        "tp times too long: without SP every rank of tp has the whole gradient": wrong_sums(
-            mistake=lambda layout: {"norms": "data tp"}
-        ),
-        "summed with the gradients of other experts: those that share the layer with me": wrong_sums(
-            mistake=lambda layout: {"experts": "data"}
-        ),
-        "the ranks of ep brought their tokens already, and have other experts": [
-            wrong_sums(mistake=lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}),
-            wrong_sums(mistake=lambda layout: {"experts": "ep"}),
-        ],
-        "the ranks of expert_dp ran other tokens through the same experts; add theirs": wrong_sums(
-            mistake=lambda layout: {"experts": ""}
-        ),
-        "cut over tp: the other ranks of tp have another part, whose gradient is another": wrong_sums(
-            mistake=lambda layout: (
-                {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
-            )
-        ),
-        "the tokens of the other ranks of cp are missing": wrong_sums(mistake=lambda layout: {"matrices": "dp"}),
-    },
-    watch_sums,
-    ranks=True,
-    hang="Does every rank of a group make the same calls in the same order?",
-    seconds=30.0,
+    sum_by_kind, combinations, WRONG_SUMS, watch_sums, right=sums_in_one_flat, ranks=True, seconds=30.0
 )
 
 
@@ -170,46 +159,33 @@ def wrong_copies(*kinds, copies):
     return partial(norm, **dict.fromkeys(kinds, copies))
 
 
-check_norm = Exercise(
-    "check_norm",
-    norm,
-    norm_of_scaled,
-    layouts,
-    {
-        "what several ranks hold is counted as often": wrong_copies(*KINDS, copies=lambda layout: 1),
-        "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
-        "parallelism only says over whom their gradient is summed": wrong_copies(
-            "norms", copies=lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
-        ),
-        "norms are on the ranks of tp as well, and counted there again": wrong_copies(
-            "norms", copies=lambda layout: layout.data_size
-        ),
-        "an expert is on expert_dp ranks, not on all of data": wrong_copies(
-            "experts", copies=lambda layout: layout.data_size
-        ),
-        "ep says over how many ranks the experts are spread; the same ones are on expert_dp": wrong_copies(
-            "experts", copies=lambda layout: layout.ep
-        ),
-        "experts are cut over tp, as matrices are: ranks of tp hold other parts": wrong_copies(
-            "experts", copies=lambda layout: layout.expert_dp * layout.tp
-        ),
-        "not all that a rank holds is on every rank: each kind has its own number of copies": wrong_copies(
-            *KINDS, copies=lambda layout: layout.world_size
-        ),
-        "ranks of cp have the same parameters too: data is dp times cp": partial(
-            norm, matrices=lambda layout: layout.dp, norms=lambda layout: layout.dp * layout.tp
-        ),
-        "norms of ranks do not add up; their squares do": partial(
-            norm, end=lambda squares, world: all_reduce(squares.sqrt(), world)
-        ),
-        "each number is divided by its copies, and squared after that; divide the squares": partial(norm, power=4),
-        "the square of the norm": partial(norm, end=all_reduce),
-        "of this rank's part alone; the other parts are on other ranks": partial(
-            norm, end=lambda squares, world: squares.sqrt()
-        ),
-    },
-    watch_norm,
-    {"the norm": "return a tensor of one element, as torch's sum and sqrt give"},
-    ranks=True,
-    hang="Does every rank make the same calls in the same order?",
-)
+wrong = partial(partial, norm)
+WRONG_NORM = {
+    "what several ranks hold is counted as often": wrong_copies(*KINDS, copies=lambda layout: 1),
+    "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
+    "parallelism only says over whom their gradient is summed": wrong_copies(
+        "norms", copies=lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
+    ),
+    "norms are on the ranks of tp as well, and counted there again": wrong_copies(
+        "norms", copies=lambda layout: layout.data_size
+    ),
+    "an expert is on expert_dp ranks, not all of data": wrong_copies("experts", copies=lambda layout: layout.data_size),
+    "ep says over how many ranks the experts are spread; the same ones are on expert_dp": wrong_copies(
+        "experts", copies=lambda layout: layout.ep
+    ),
+    "experts are cut over tp, as matrices are: ranks of tp hold other parts": wrong_copies(
+        "experts", copies=lambda layout: layout.expert_dp * layout.tp
+    ),
+    "not all that a rank holds is on every rank: each kind has its own number of copies": wrong_copies(
+        *KINDS, copies=lambda layout: layout.world_size
+    ),
+    "ranks of cp have the same parameters too: data is dp times cp": wrong(
+        matrices=lambda layout: layout.dp, norms=lambda layout: layout.dp * layout.tp
+    ),
+    "ranks' norms do not add up; their squares do": wrong(end=lambda squares, world: all_reduce(squares.sqrt(), world)),
+    "each number is divided by its copies, and squared after that; divide the squares": wrong(power=4),
+    "the square of the norm": wrong(end=all_reduce),
+    "of this rank's part alone; the other parts are on other ranks": wrong(end=lambda squares, world: squares.sqrt()),
+}
+SAYS_NORM = {"the norm": "return a tensor of one element, as torch's sum and sqrt give"}
+check_norm = Exercise(norm, layouts, WRONG_NORM, watch_norm, SAYS_NORM, right=norm_of_scaled, ranks=True)

@@ -6,8 +6,8 @@ from statistics import mean
 
 import numpy as np
 
-from course_lib.checks.core import fail, grader, observed
-from course_lib.checks.table import Exercise
+from course_lib.checks.core import CheckFailed
+from course_lib.checks.table import Exercise, Stops
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
@@ -22,14 +22,6 @@ def yield_of(predicted, measured, k, best=max, of_first=max, highest=1):
     of the first; highest = -1 begins with the lowest predictions."""
     first = sorted(range(len(predicted)), key=lambda index: -highest * predicted[index])[:k]
     return of_first([measured[index] for index in first]) / best(measured)
-
-
-def yield_from_the_fastest(predicted, measured, k):
-    """The fastest measured run that fewer than k others are predicted to beat."""
-    fastest_first = sorted(zip(measured, predicted, strict=True), reverse=True)
-    for real, told in fastest_first:
-        if sum(other > told for other in predicted) < k:
-            return real / fastest_first[0][0]
 
 
 _of_the_last = partial(yield_of, of_first=lambda tries: tries[-1])
@@ -49,27 +41,21 @@ def runs(rng):
     return cases
 
 
-check_yield = Exercise(
-    "check_yield",
-    yield_of,
-    yield_from_the_fastest,
-    runs,
-    {
-        "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: yield_of(
-            predicted, measured, k, best=lambda measured: max(predicted)
-        ),
-        "what counts is the measured speed of the choice, not its predicted one": lambda predicted, measured, k: (
-            max(predicted) / max(measured)
-        ),
-        "you may measure k runs and keep the fastest of them": lambda predicted, measured, k: yield_of(
-            predicted, measured, 1
-        ),
-        "keep the fastest of the k tries; this is their mean": partial(yield_of, of_first=mean),
-        "of the k tries the fastest counts, not the last": _of_the_last,
-        "the k tries have the highest predictions, not the lowest": partial(yield_of, highest=-1),
-        "choose by prediction: whoever knows the measurements needs no planner": lambda predicted, measured, k: 1.0,
-    },
-)
+wrong = partial(partial, yield_of)
+WRONG_YIELD = {
+    "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: yield_of(
+        predicted, measured, k, best=lambda measured: max(predicted)
+    ),
+    "what counts is the measured speed of the choice, not its predicted one": lambda predicted, measured, k: (
+        max(predicted) / max(measured)
+    ),
+    "you may measure k runs and keep the fastest": lambda predicted, measured, k: yield_of(predicted, measured, 1),
+    "keep the fastest of the k tries; this is their mean": wrong(of_first=mean),
+    "of the k tries the fastest counts, not the last": _of_the_last,
+    "the k tries have the highest predictions, not the lowest": wrong(highest=-1),
+    "choose by prediction: whoever knows the measurements needs no planner": lambda predicted, measured, k: 1.0,
+}
+check_yield = Exercise(yield_of, runs, WRONG_YIELD)
 
 
 # ------------------------------------------------------------------------------------ 4. a margin
@@ -77,15 +63,6 @@ def margin_of(predicted, measured, share, factor=lambda ratios, index: sorted(ra
     """The smallest factor on predictions that covers at least that share of the runs. A mistake takes another one."""
     ratios = [real / told for real, told in zip(measured, predicted, strict=True)]
     return factor(ratios, math.ceil(share * len(ratios) - 1e-9) - 1)
-
-
-def margin_from_above(predicted, measured, share):
-    """As many of the largest factors as may stay uncovered are taken away."""
-    factors = [real / told for real, told in zip(measured, predicted, strict=True)]
-    uncovered = int((1 - share) * len(factors) + 1e-9)
-    for _ in range(uncovered):
-        factors.remove(max(factors))
-    return max(factors)
 
 
 def _interpolated(predicted, measured, share):
@@ -101,24 +78,18 @@ def shares(rng):
     return cases
 
 
-check_margin = Exercise(
-    "check_margin",
-    margin_of,
-    margin_from_above,
-    shares,
-    {
-        "measured over predicted, not predicted over measured": lambda predicted, measured, share: margin_of(
-            measured, predicted, share
-        ),
-        "this covers every run; a share of them is asked": partial(margin_of, factor=lambda ratios, index: max(ratios)),
-        "this is the mean; half of the runs need more": partial(margin_of, factor=lambda ratios, index: mean(ratios)),
-        "a quantile between two runs; the factor of a run is asked": _interpolated,
-        "this covers one run too few": partial(margin_of, factor=lambda ratios, index: sorted(ratios)[index - 1]),
-        "the smallest factors come first: sort upwards": partial(
-            margin_of, factor=lambda ratios, index: sorted(ratios, reverse=True)[index]
-        ),
-    },
-)
+wrong = partial(partial, margin_of)
+WRONG_MARGIN = {
+    "measured over predicted, not predicted over measured": lambda predicted, measured, share: margin_of(
+        measured, predicted, share
+    ),
+    "this covers every run; a share of them is asked": wrong(factor=lambda ratios, index: max(ratios)),
+    "this is the mean; half of the runs need more": wrong(factor=lambda ratios, index: mean(ratios)),
+    "a quantile between two runs; the factor of a run is asked": _interpolated,
+    "this covers one run too few": wrong(factor=lambda ratios, index: sorted(ratios)[index - 1]),
+    "sort upwards: the smallest first": wrong(factor=lambda ratios, index: sorted(ratios, reverse=True)[index]),
+}
+check_margin = Exercise(margin_of, shares, WRONG_MARGIN)
 
 
 # ------------------------------------------------------------------------------------ 5. a choice under a limit
@@ -131,19 +102,15 @@ class Cluster:
 
     def measure(self, layout: Layout) -> tuple[float, float]:
         if layout not in self.runs:
-            fail(f"measure() was asked for {layout}, which is none of the layouts that it was given")
+            raise CheckFailed(f"measure() was asked for {layout}, which is none of the layouts that it was given")
         if layout not in self.asked:
             self.asked.append(layout)
         if len(self.asked) > TRIES:
-            fail(f"measure() was called for {len(self.asked)} layouts; the cluster is free for {TRIES} short runs")
+            raise CheckFailed(
+                f"measure() was called for {len(self.asked)} layouts; the cluster is free for {TRIES} short runs"
+            )
         run = self.runs[layout]
         return run.tokens_per_s_per_gpu, run.memory_gb
-
-
-def _chosen(answer, job: Job, layouts: list[Layout], limit_gb: float, runs: list[MeasuredRun]) -> tuple[object, int]:
-    """What the answer chose, and how many layouts it measured."""
-    cluster = Cluster(runs)
-    return answer(job, layouts, limit_gb, cluster.measure), len(cluster.asked)
 
 
 def advice(job: Job, layouts: list[Layout], limit_gb: float) -> Layout:
@@ -190,46 +157,55 @@ def _leanest(job, layouts, limit_gb, measure):
     return found
 
 
-WRONG = {
-    "out of memory": lambda job, layouts, limit_gb, measure: advice(job, layouts, limit_gb),
-    "spend the three runs on the first that may fit": _leanest,
-    "no fixed margin on predictions": with_a_margin(0.9),
-    "the cluster is free for 3 short runs": lambda job, layouts, limit_gb, measure: max(layouts, key=measure),
-    "return one of the layouts that were given": lambda job, layouts, limit_gb, measure: work_out(job, layouts[0]),
-}
-
-
-@grader(right=with_a_safe_try, wrong=WRONG)
-def check_choose(answer, rng):
-    """On two measured jobs, limits drawn afresh: never more than the limit, nearly the best, better than the advice."""
-    reached, advised, asked = [], [], 0
-    for (model, num_gpus), ranges in LIMITS.items():
-        job = measured_job(model, num_gpus)
+def clusters(rng):
+    """Six choices in one case: two measured jobs, limits drawn afresh."""
+    cases = []
+    for of_job, ranges in LIMITS.items():
         for limit_gb in [rng.uniform(*ends) for ends in ranges]:
-            runs = measured_runs(model, num_gpus)
-            best = max(run.tokens_per_s_per_gpu for run in runs if run.memory_gb <= limit_gb)
-            by_layout = {run.layout: run for run in runs}
-            layouts = list(by_layout)
-            rng.shuffle(layouts)
-            got, tries = observed(_chosen, answer, job, list(layouts), limit_gb, runs)
-            where = f"{model} on {num_gpus} GPUs, limit {limit_gb:.1f} GB"
-            if not isinstance(got, Layout) or got not in by_layout:
-                fail(f"{where}: return one of the layouts that were given, got {got!r}")
-            run, asked = by_layout[got], asked + tries
-            if run.memory_gb > limit_gb:
-                fail(
-                    f"{where}: you chose {got}, which was measured at {run.memory_gb:.1f} GB: out of memory. A "
-                    "predicted memory is not exact: measure, or leave a margin"
-                )
-            reached.append(run.tokens_per_s_per_gpu / best)
-            known = by_layout[advice(job, layouts, limit_gb)]
-            advised.append(known.tokens_per_s_per_gpu / best if known.memory_gb <= limit_gb else 0.0)
-    worst, mean, before = min(reached), sum(reached) / len(reached), sum(advised) / len(advised)
-    if mean < GOOD_SHARE or mean <= before:
-        alone = "measure() was never called, and no fixed margin on predictions is right under every limit"
-        advice_to_learner = "Rank by predicted speed, and spend the three runs on the first that may fit"
-        fail(
-            f"your choices reach {mean:.0%} of the best measured speed in the mean ({worst:.0%} in the worst case), "
-            f"the planner's advice {before:.0%}, counting 0 where it is above the limit; required: {GOOD_SHARE:.0%}, "
-            f"and more than the advice. {advice_to_learner if asked else alone}"
-        )
+            runs = measured_runs(*of_job)
+            cases.append((measured_job(*of_job), rng.sample(runs, len(runs)), limit_gb))
+    return [(cases,)]
+
+
+def watch_choices(answer, cases):
+    """Never more than the limit, nearly the best, and better than the planner's advice."""
+    reached, advised, asked = [], [], 0
+    for job, runs, limit_gb in cases:
+        by_layout = {run.layout: run for run in runs}
+        cluster, layouts = Cluster(runs), list(by_layout)
+        best = max(run.tokens_per_s_per_gpu for run in runs if run.memory_gb <= limit_gb)
+        where = f"{job.config.name} on {job.num_gpus} GPUs, limit {limit_gb:.1f} GB"
+        try:
+            got = answer(job, list(layouts), limit_gb, cluster.measure)
+        except CheckFailed as refused:
+            return {"error": f"refused\n{where}: {refused}"}
+        if not isinstance(got, Layout) or got not in by_layout:
+            return {"error": f"no layout\n{where}: return one of the layouts that were given, got {got!r}"}
+        run, asked = by_layout[got], asked + len(cluster.asked)
+        if run.memory_gb > limit_gb:
+            measured = f"you chose {got}, which was measured at {run.memory_gb:.1f} GB: out of memory"
+            why = "A predicted memory is not exact: measure, or leave a margin"
+            return {"error": f"too large\n{where}: {measured}. {why}"}
+        reached.append(run.tokens_per_s_per_gpu / best)
+        known = by_layout[advice(job, layouts, limit_gb)]
+        advised.append(known.tokens_per_s_per_gpu / best if known.memory_gb <= limit_gb else 0.0)
+    if mean(reached) >= GOOD_SHARE and mean(reached) > mean(advised):
+        return {}
+    why = "Rank by predicted speed, and spend the three runs on the first that may fit"
+    if not asked:
+        why = "measure() was never called, and no fixed margin on predictions is right under every limit"
+    return {
+        "error": f"too slow\nyour choices reach {mean(reached):.0%} of the best measured speed in the mean "
+        f"({min(reached):.0%} in the worst case), the planner's advice {mean(advised):.0%}, counting 0 where it is "
+        f"above the limit; required: {GOOD_SHARE:.0%}, and more than the advice. {why}"
+    }
+
+
+WRONG_CHOOSE = {
+    "out of memory": Stops(lambda job, layouts, limit_gb, measure: advice(job, layouts, limit_gb)),
+    "spend the three runs on the first that may fit": Stops(_leanest),
+    "no fixed margin on predictions": Stops(with_a_margin(0.9)),
+    "the cluster is free for 3 short runs": Stops(lambda job, layouts, limit_gb, measure: max(layouts, key=measure)),
+    "return one of the layouts": Stops(lambda job, layouts, limit_gb, measure: work_out(job, layouts[0])),
+}
+check_choose = Exercise(with_a_safe_try, clusters, WRONG_CHOOSE, watch_choices)

@@ -17,15 +17,6 @@ def estimate(psi, num_layers, d_model, seq_len, tokens, num_gpus, peak, mfu, **m
     return rate, tokens / rate / use["day_s"]
 
 
-def estimate_layer_by_layer(psi, num_layers, d_model, seq_len, tokens, num_gpus, peak, mfu):
-    """Seconds of a token on one GPU: a forward, and a backward that costs two."""
-    token_s = 0.0
-    for _ in range(num_layers):
-        forward = 2 * psi / num_layers + 4 * d_model * seq_len
-        token_s += (forward + 2 * forward) / (peak * mfu)
-    return [num_gpus / token_s, tokens * token_s / (num_gpus * 24 * 60 * 60)]
-
-
 def models(rng):
     cases = []
     for _ in range(3):
@@ -36,21 +27,18 @@ def models(rng):
     return cases
 
 
+wrong = partial(partial, estimate)
+WRONG_ESTIMATE = {
+    "2 psi is the forward pass alone; training needs 6": wrong(of_parameter=2),
+    "attention's scores need FLOPs too: 12 L D S per token": wrong(of_score=0),
+    "attention's scores count forward and backward: 12 L D S, not 4": wrong(of_score=4),
+    "a GPU reaches its peak times the MFU, not its peak": wrong(reached=1),
+    "all GPUs together, not one": wrong(gpus=1),
+    "days, not hours: a day has 86,400 seconds": wrong(day_s=3600),
+    "days, not seconds: a day has 86,400 seconds": wrong(day_s=1),
+}
 check_estimate = Exercise(
-    "check_estimate",
-    estimate,
-    estimate_layer_by_layer,
-    models,
-    {
-        "2 psi is the forward pass alone; training needs 6": partial(estimate, of_parameter=2),
-        "attention's scores need FLOPs too: 12 L D S per token": partial(estimate, of_score=0),
-        "attention's scores count forward and backward: 12 L D S, not 4": partial(estimate, of_score=4),
-        "a GPU reaches its peak times the MFU, not its peak": partial(estimate, reached=1),
-        "all GPUs together, not one": partial(estimate, gpus=1),
-        "days, not hours: a day has 86,400 seconds": partial(estimate, day_s=3600),
-        "days, not seconds: a day has 86,400 seconds": partial(estimate, day_s=1),
-    },
-    several("return two numbers, (tokens_per_s, days)", "tokens/s", "days"),
+    estimate, models, WRONG_ESTIMATE, several("return two numbers, (tokens_per_s, days)", "tokens/s", "days")
 )
 
 
@@ -65,13 +53,6 @@ def deadline(mfu_of, flops_per_token, tokens, peak, days, by=lambda n, days: n *
     if not late and in_time:
         in_time = needed
     return min(in_time or (needed if anyway else []), key=lambda n: by(n, needed[n]), default=None)
-
-
-def deadline_by_needed_mfu(mfu_of, flops_per_token, tokens, peak, days):
-    """Those that reach the MFU that the deadline needs; of these the highest MFU has the fewest GPU hours."""
-    needed = tokens * flops_per_token / (days * DAY_S * peak)
-    in_time = [(mfu, num_gpus) for num_gpus, mfu in mfu_of.items() if mfu >= needed / num_gpus]
-    return max(in_time)[1] if in_time else None
 
 
 def clusters(rng):
@@ -104,24 +85,13 @@ def watch_deadline(answer, mfu_of, flops_per_token, tokens, peak, days):
     return {"GPUs": "None" if num_gpus is None else int(num_gpus)}
 
 
-check_deadline = Exercise(
-    "check_deadline",
-    deadline,
-    deadline_by_needed_mfu,
-    clusters,
-    {
-        "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": partial(
-            deadline, by=lambda n, days: days
-        ),
-        "the cheapest of all is too late": partial(deadline, late=False),
-        "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": partial(
-            deadline, by=lambda n, days: n
-        ),
-        "nobody is in time, so return None": partial(deadline, anyway=True),
-        "the largest number of GPUs is neither the fastest nor the cheapest": partial(
-            deadline, by=lambda n, days: -n, late=False
-        ),
-        "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
-    },
-    watch_deadline,
-)
+wrong = partial(partial, deadline)
+WRONG_DEADLINE = {
+    "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": wrong(by=lambda n, days: days),
+    "the cheapest of all is too late": wrong(late=False),
+    "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": wrong(by=lambda n, days: n),
+    "nobody is in time, so return None": wrong(anyway=True),
+    "the largest number of GPUs is neither the fastest nor the cheapest": wrong(by=lambda n, days: -n, late=False),
+    "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
+}
+check_deadline = Exercise(deadline, clusters, WRONG_DEADLINE, watch_deadline)

@@ -27,17 +27,6 @@ def goodput(lines, complete="saved", drop=True, over=None, once=False):
     return kept_s / (over(lines) if over else lines[-1]["at_s"] - lines[0]["at_s"])
 
 
-def goodput_backwards(lines):
-    kept_s, below = 0.0, float("inf")  # steps from here on were lost, or counted already
-    saved_before = [max([0] + [line["steps"] for line in lines[:i] if line["event"] == "saved"]) for i in range(99)]
-    for index in reversed(range(len(lines))):
-        if lines[index]["event"] == "failed":
-            below = min(below, saved_before[index])
-        if lines[index]["event"] == "step" and lines[index]["step"] < below:
-            kept_s += lines[index]["seconds"]
-    return kept_s / (lines[-1]["at_s"] - lines[0]["at_s"])
-
-
 def _attempts_s(lines):
     starts = [line["at_s"] for line in lines if line["event"] == "started"]
     return sum(line["at_s"] for line in lines if line["event"] in ("failed", "ended")) - sum(starts)
@@ -79,31 +68,20 @@ def jobs(rng):
     return [(name, _log(rng, n, *of_job)) for name, of_job in attempts.items()]
 
 
-check_goodput = Exercise(
-    "check_goodput",
-    goodput,
-    goodput_backwards,
-    jobs,
-    {
-        "a save that was begun and not finished keeps nothing; only `saved` counts": [
-            partial(goodput, complete="saving"),
-            partial(goodput, complete="saving", once=True),
-        ],
-        "steps behind the last complete checkpoint are lost when the job fails; do not count them": partial(
-            goodput, drop=False
-        ),
-        "divide by the wall time, which also has the waiting between a failure and the next start": partial(
-            goodput, over=_attempts_s
-        ),
-        "divide by the wall time; the seconds of all steps leave out saves and restarts": partial(
-            goodput, over=lambda lines: sum(line.get("seconds", 0.0) for line in lines)
-        ),
-        "after the last failure nobody computed the lost steps again, so nothing takes their place": partial(
-            goodput, drop=False, once=True
-        ),
-    },
-    lambda answer, job, lines: {"the goodput": answer(lines)},
-)
+wrong = partial(partial, goodput)
+WRONG_GOODPUT = {
+    "a save that was begun and not finished keeps nothing; only `saved` counts": [
+        wrong(complete="saving"),
+        wrong(complete="saving", once=True),
+    ],
+    "steps behind the last complete checkpoint are lost when the job fails; do not count them": wrong(drop=False),
+    "divide by the wall time, which also has the waiting between a failure and the next start": wrong(over=_attempts_s),
+    "divide by the wall time; the seconds of all steps leave out saves and restarts": wrong(
+        over=lambda lines: sum(line.get("seconds", 0.0) for line in lines)
+    ),
+    "after the last failure nobody computed lost steps again: nothing takes their place": wrong(drop=False, once=True),
+}
+check_goodput = Exercise(goodput, jobs, WRONG_GOODPUT, lambda answer, job, lines: {"the goodput": answer(lines)})
 
 
 # ------------------------------------------------------------------------------------ 5. two runs
@@ -131,18 +109,6 @@ def _by_step(text, of_two_lines=-1):
     for line in map(json.loads, text.splitlines()):
         lines.setdefault(line["step"], []).append(line)
     return {step: of_step[of_two_lines] for step, of_step in lines.items()}
-
-
-def difference_kind_by_kind(first, second):
-    """Where each kind differs first; the earliest of these, and of equal ones the first kind."""
-    ranks, found = [tuple(map(_by_step, texts)) for texts in zip(first, second, strict=True)], []
-    for number, kind in enumerate(KINDS):
-        for rank, (one, other) in enumerate(ranks):
-            for step in one.keys() & other.keys():
-                a, b = one[step][kind], other[step][kind]
-                if a != b if isinstance(a, str) else abs(a - b) > 1e-6 * max(abs(a), abs(b)):
-                    found.append((step, number, rank))
-    return [min(found)[0], min(found)[2], KINDS[min(found)[1]]] if found else None
 
 
 def runs(rng):
@@ -189,19 +155,10 @@ def watch_difference(answer, runs, first, second):
     return {"(step, rank, kind)": "None" if found is None else found}
 
 
-check_disagreement = Exercise(
-    "check_disagreement",
-    first_difference,
-    difference_kind_by_kind,
-    runs,
-    {
-        "the gradient norm is summed over the ranks, so it differs on all; look for the kind before the rank": partial(
-            first_difference, by_rank=True
-        ),
-        "differences of a billionth are rounding; compare numbers to 1e-6 of their size": partial(
-            first_difference, tolerance=0.0
-        ),
-        "of a step with two lines, the last one counts": partial(first_difference, of_two_lines=0),
-    },
-    watch_difference,
-)
+wrong = partial(partial, first_difference)
+WRONG_RUNS = {
+    "the gradient norm, a sum over ranks, differs on all; look for the kind before the rank": wrong(by_rank=True),
+    "differences of a billionth are rounding; compare numbers to 1e-6 of their size": wrong(tolerance=0.0),
+    "of a step with two lines, the last one counts": wrong(of_two_lines=0),
+}
+check_disagreement = Exercise(first_difference, runs, WRONG_RUNS, watch_difference)

@@ -20,30 +20,19 @@ def interval(mtbf_of_gpu_s, num_gpus, save_s, two=2, lost=0.5, saves=1):
     return interval_s, saves * save_s / interval_s + lost * interval_s / job_s
 
 
-def interval_by_halving(mtbf_of_gpu_s, num_gpus, save_s):
-    """Halves where the share still falls, down to its minimum."""
-    mtbf_s = mtbf_of_gpu_s / num_gpus
-    low, high = 0.0, 2 * (mtbf_s + save_s)
-    for _ in range(100):
-        middle = (low + high) / 2
-        still_falls = save_s / middle**2 > 1 / (2 * mtbf_s)
-        low, high = (middle, high) if still_falls else (low, middle)
-    return [high, save_s / high + high / (2 * mtbf_s)]
-
-
+wrong = partial(partial, interval)
+WRONG_INTERVAL = {
+    "a job fails when any of its GPUs fails: divide by the number of GPUs": (
+        lambda mtbf_of_gpu_s, num_gpus, save_s: interval(mtbf_of_gpu_s, 1, save_s)
+    ),
+    "the factor 2 under the root is missing": wrong(two=1),
+    "a failure loses half an interval on average, not a whole one": wrong(lost=1),
+    "this is the share of the saves alone, or of the lost work alone; add both": wrong(lost=0),
+}
 check_interval = Exercise(
-    "check_interval",
     interval,
-    interval_by_halving,
     lambda rng: [(rng.randrange(10**7, 10**9), rng.randrange(100, 20_000), rng.randrange(5, 90)) for _ in range(3)],
-    {
-        "a job fails when any of its GPUs fails: divide by the number of GPUs": (
-            lambda mtbf_of_gpu_s, num_gpus, save_s: interval(mtbf_of_gpu_s, 1, save_s)
-        ),
-        "the factor 2 under the root is missing": partial(interval, two=1),
-        "a failure loses half an interval on average, not a whole one": partial(interval, lost=1),
-        "this is the share of the saves alone, or of the lost work alone; add both": partial(interval, lost=0),
-    },
+    WRONG_INTERVAL,
     several("return two numbers, the interval in seconds and the share of the time", "the interval", "its share"),
 )
 
@@ -54,37 +43,23 @@ def restart(failed, every, before=0, again=1):
     return first, failed + again - first
 
 
-def restart_step_by_step(failed, every):
-    """The job itself, until a rank dies."""
-    saved, unsaved = 0, []
-    for step in range(failed + 1):
-        unsaved.append(step)
-        if step < failed and len(unsaved) == every:
-            saved, unsaved = step + 1, []
-    return [saved, len(unsaved)]
-
-
 def failures(rng):
     every = rng.randrange(2, 9)
     ends = (every * rng.randrange(2, 9) - 1, every * rng.randrange(2, 9), rng.randrange(every - 1))
     return [(failed, every) for failed in ends]
 
 
-check_restart = Exercise(
-    "check_restart",
-    restart,
-    restart_step_by_step,
-    failures,
-    {
-        "the checkpoint that was due then is not written": partial(restart, before=1),
-        "the failed step was computed too, and is computed again": partial(restart, again=0),
-        "the steps below it are in the checkpoint; go on with the next": lambda failed, every: (
-            restart(failed, every)[0] - 1,
-            restart(failed, every, again=2)[1],
-        ),
-    },
-    several("return two numbers, (first step, steps computed again)", "the first step", "steps computed again"),
-)
+wrong = partial(partial, restart)
+WRONG_RESTART = {
+    "the checkpoint that was due then is not written": wrong(before=1),
+    "the failed step was computed too, and is computed again": wrong(again=0),
+    "the steps below it are in the checkpoint; go on with the next": lambda failed, every: (
+        restart(failed, every)[0] - 1,
+        restart(failed, every, again=2)[1],
+    ),
+}
+_steps = several("return two numbers, (first step, steps computed again)", "the first step", "steps computed again")
+check_restart = Exercise(restart, failures, WRONG_RESTART, _steps)
 
 
 # ------------------------------------------------------------------------------------ 3. fewer ranks
@@ -95,16 +70,6 @@ def micro_batches_of(sequences, ranks, tp, pp, micro_batch):
         return None
     micro_batches, sequences_left_over = divmod(sequences, dp * micro_batch)
     return None if sequences_left_over or not micro_batches else micro_batches
-
-
-def fewer_by_dealing(sequences, ranks, tp, pp, micro_batch):
-    """Takes full pipelines from the ranks, then deals a micro-batch to each, until no sequence is left."""
-    dp = count = 0
-    while ranks >= tp * pp:
-        ranks, dp = ranks - tp * pp, dp + 1
-    while dp and sequences >= dp * micro_batch:
-        sequences, count = sequences - dp * micro_batch, count + 1
-    return count if ranks == sequences == 0 else None
 
 
 def clusters(rng):
@@ -118,26 +83,18 @@ def watch_micro_batches(answer, sequences, ranks, tp, pp, micro_batch):
     return {"the number": "None" if count is None else count}
 
 
-check_fewer_ranks = Exercise(
-    "check_fewer_ranks",
-    micro_batches_of,
-    fewer_by_dealing,
-    clusters,
-    {
-        "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
-            sequences // (ranks * micro_batch)
-        ),
-        "a micro-batch has several sequences": lambda sequences, ranks, tp, pp, micro_batch: (
-            sequences * tp * pp // ranks
-        ),
-        "None is right where the ranks or the sequences do not divide": [
-            lambda sequences, ranks, tp, pp, micro_batch: sequences // (max(1, ranks // (tp * pp)) * micro_batch),
-            lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
-        ],
-    },
-    watch_micro_batches,
-    {"the number": "is None where the ranks or the sequences do not divide"},
-)
+WRONG_FEWER = {
+    "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
+        sequences // (ranks * micro_batch)
+    ),
+    "a micro-batch has several sequences": lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // ranks,
+    "None is right where the ranks or the sequences do not divide": [
+        lambda sequences, ranks, tp, pp, micro_batch: sequences // (max(1, ranks // (tp * pp)) * micro_batch),
+        lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
+    ],
+}
+SAYS_FEWER = {"the number": "is None where the ranks or the sequences do not divide"}
+check_fewer_ranks = Exercise(micro_batches_of, clusters, WRONG_FEWER, watch_micro_batches, SAYS_FEWER)
 
 
 # ------------------------------------------------------------------------------------ 6. the slow rank
@@ -186,22 +143,17 @@ def watch_slow(answer, ranks, seconds):
     return {"the slow rank": "None" if found is None else found}
 
 
+wrong = partial(partial, slow_rank)
+WRONG_SLOW = {
+    "a single slow step is no slow rank; compare medians": wrong(of_rank=mean),
+    "compare with the others, not with a fixed time": wrong(of_others=lambda known: 0.1),
+    "the ranks answer otherwise; all must name the same: let them tell each other their medians": (
+        lambda seconds, group: dist.get_rank(group) if median(seconds) > 0.15 else None
+    ),
+    "compare with the median of the other ranks' medians; with its own among them, a slow rank raises what it is "
+    "compared with": wrong(of_others=median),
+}
+SAYS_SLOW = {"the slow rank": "all ranks must name the same, and None if none is slow"}
 check_slow_rank = Exercise(
-    "check_slow_rank",
-    slow_rank,
-    slow_by_sum,
-    seconds_of_steps,
-    {
-        "a single slow step is no slow rank; compare medians": partial(slow_rank, of_rank=mean),
-        "compare with the others, not with a fixed time": partial(slow_rank, of_others=lambda known: 0.1),
-        "the ranks answer otherwise; all must name the same: let them tell each other their medians": (
-            lambda seconds, group: dist.get_rank(group) if median(seconds) > 0.15 else None
-        ),
-        "compare with the median of the other ranks' medians; with its own among them, a slow rank raises what it is "
-        "compared with": partial(slow_rank, of_others=median),
-    },
-    watch_slow,
-    {"the slow rank": "all ranks must name the same, and None if none is slow"},
-    ranks=True,
-    hang="Does every rank call the same collectives?",
+    slow_rank, seconds_of_steps, WRONG_SLOW, watch_slow, SAYS_SLOW, right=slow_by_sum, ranks=True
 )

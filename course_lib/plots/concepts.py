@@ -1,0 +1,38 @@
+"""Pictures that no cell computes: SVG files in svg/, each with its title and, in its `<desc>`, what it shows in words.
+
+The files are their own source, one element a line: change them in an editor of text or of SVG. They come with the
+package, so that they show on Colab and in a copy of one notebook. A test holds their numbers to the package's.
+"""
+
+import re
+from pathlib import Path
+from textwrap import fill
+
+from course_lib.validate import checked, one_of
+
+FOLDER = Path(__file__).parent / "svg"
+
+
+class Concept:
+    """A picture and its words, as a cell shows both."""
+
+    def __init__(self, svg: str):
+        self.svg, self.words = svg, re.search(r"<desc>(.*?)</desc>", svg)[1]
+
+    def __repr__(self) -> str:
+        return fill(self.words, 96)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+@checked
+def show_concept(name: str) -> None:
+    """Show a drawn picture by the name of its file.
+
+    Raises   ValueError if there is none of that name
+    """
+    from IPython.display import display
+
+    one_of("picture", name, tuple(sorted(path.stem for path in FOLDER.glob("*.svg"))))
+    display(Concept((FOLDER / f"{name}.svg").read_text(encoding="utf-8")))

@@ -1,0 +1,345 @@
+"""The drawn pictures: each is small, has words and is shown somewhere; their numbers are the package's."""
+
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from course_lib import model
+from course_lib.authoring import ROOT, read
+from course_lib.compare.one_gpu import PASS_CONFIG
+from course_lib.config import preset
+from course_lib.hardware import LINKS, Cluster, gpu
+from course_lib.launch import launch
+from course_lib.layout import Mesh, links_of_axes, piece_sizes
+from course_lib.layout.block_pairs import pairs, pairs_of_ranks
+from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.partition import even_layers
+from course_lib.memory.activations import block_terms
+from course_lib.memory.papers import korthikanti_layer_bytes
+from course_lib.memory.states import RECIPES
+from course_lib.memory.zero import padded, zero_bytes_per_parameter
+from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING, ladder
+from course_lib.minimal.memory import block_saved_bytes
+from course_lib.minimal.planner import cuts
+from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, COMPUTE_COLOR, KIND_COLORS, OKABE_ITO
+from course_lib.parallel import engine as engines
+from course_lib.parallel import zero
+from course_lib.plan import Job
+from course_lib.plots.concepts import FOLDER, show_concept
+from course_lib.schedules.instructions import loop_placement, v_placement
+from course_lib.simulate.two_hosts import MEASURED
+from course_lib.units import show_bytes
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))
+SVG = "{http://www.w3.org/2000/svg}"
+CHOSEN = {(0, "a"): (0, 2), (0, "b"): (1, 3), (1, "c"): (0, 1), (1, "d"): (2, 0)}  # (rank, token) -> experts
+
+
+def elements(name: str, tag: str) -> list[dict]:
+    """Attributes of each element of a picture, with those of the groups around it, and its words as `words`."""
+    found = []
+
+    def walk(node, inherited):
+        here = inherited | node.attrib
+        if node.tag == SVG + tag:
+            words = "".join(node.itertext()).replace("\u200b", "").replace("\u00a0", " ")
+            found.append(here | {"words": words})
+        for child in node:
+            walk(child, here)
+
+    walk(ET.parse(FOLDER / f"{name}.svg").getroot(), {})
+    return found
+
+
+def texts(name: str) -> list[str]:
+    return [one["words"].strip() for one in elements(name, "text")]
+
+
+def rects(name: str, color: str) -> list[tuple[float, ...]]:
+    """(x, y, width, height) of the rectangles of a colour, from left to right."""
+    boxes = [one for one in elements(name, "rect") if one.get("fill") == color.lower()]
+    return sorted(tuple(float(one[key]) for key in ("x", "y", "width", "height")) for one in boxes)
+
+
+def read_by_rows(name: str, start: str) -> list[str]:
+    """The texts that start so, from the top down, each row from the left."""
+    found = [one for one in elements(name, "text") if one["words"].startswith(start)]
+    return [one["words"] for one in sorted(found, key=lambda one: (round(float(one["y"])), float(one["x"])))]
+
+
+# ---------------------------------------------------------------- what holds for all
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_has_a_title_a_sentence_and_a_light_ground_and_fits(name):
+    root = ET.parse(FOLDER / f"{name}.svg").getroot()
+    assert root.findtext(f"{SVG}title") and re.fullmatch(r"[A-Z].{20,}\.", root.findtext(f"{SVG}desc"))
+    assert root.find(f"{SVG}rect").attrib == {"width": "100%", "height": "100%", "fill": "#fff"}  # on dark pages too
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    assert width <= 700 and height <= 520 and (FOLDER / f"{name}.svg").stat().st_size < 21_000
+    for one in elements(name, "text"):
+        assert one["words"].strip() and float(one["font-size"]) >= 6.9, one
+        assert "rotate" in one.get("transform", "") or (0 <= float(one["x"]) <= width and 0 < float(one["y"]) < height)
+
+
+def test_every_picture_is_shown_in_a_notebook_that_stores_it_with_its_words(capsys):
+    shown = set()
+    for cell in (cell for path in (ROOT / "notebooks").glob("*.ipynb") for cell in read(path).cells):
+        if found := re.search(r'show_concept\("(\w+)"\)', cell.source):
+            stored = [
+                output.data["image/svg+xml"] for output in cell.outputs if "image/svg+xml" in output.get("data", {})
+            ]
+            assert stored == [(FOLDER / f"{found[1]}.svg").read_text(encoding="utf-8")], f"{found[1]}: run its notebook"
+            shown.add(found[1])
+    assert shown == set(NAMES)
+    show_concept("merge")
+    assert capsys.readouterr().out.startswith("Two blocks as boxes as wide as their sums of exponentials")
+    with pytest.raises(ValueError, match="did you mean 'merge'"):
+        show_concept("merged")
+
+
+# ---------------------------------------------------------------- numbers in words
+
+
+def flat_shards() -> list[str]:
+    flat = torch.cat([torch.full((size,), index) for index, size in enumerate((5, 6, 1, padded(12, 5) - 12))])
+    names = ("a", "b", "c", "padding")
+    return [f"{names[i]}: {n}" for shard in flat.chunk(5) for i, n in Counter(shard.tolist()).items()]
+
+
+def float_formats() -> list[str]:
+    infos = [torch.finfo(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    facts = (
+        "{0.bits} bits · largest {0.max:.3g} · smallest normal {0.smallest_normal:.2g} · after 1 comes 1 + {0.eps:.2g}"
+    )
+    return [facts.format(info) for info in infos]
+
+
+def kept_bytes() -> list[float]:
+    """Of a block of 1,024 tokens without recomputation, with selective, with full."""
+    terms = block_terms(PASS_CONFIG, 256, "standard", "fp32")
+    entered = terms["block input"] + terms["first norm's statistics"]
+    return [
+        1024 * size for size in (sum(terms.values()), sum(terms.values()) - PASS_CONFIG.num_heads * 256 * 4, entered)
+    ]
+
+
+def recomputed_block() -> list[str]:
+    modes = zip(("none", "selective", "full"), kept_bytes(), strict=True)
+    return [f"{mode}: keeps {show_bytes(size)}" for mode, size in modes]
+
+
+def regions(name: str, batch: tuple[int, int], *ranks: tuple[int, bool]) -> list[str]:
+    sizes = [korthikanti_layer_bytes(preset(name), *batch, "selective", *how) for how in ranks]
+    return [show_bytes(size, "MB") for size in sizes]
+
+
+def table_of_vocabulary() -> list[str]:
+    stops = [0]
+    for size in piece_sizes(128_256, 4):
+        stops.append(stops[-1] + size)
+    return [f"{start:,} to {stop - 1:,}" for start, stop in pairwise(stops)]
+
+
+def pairs_by_rank(sharding: str) -> str:
+    totals = pairs_of_ranks(pairs(sharding, 16, 4))
+    return f"{sharding}: pairs of " + ", ".join(f"rank {rank}: {total}" for rank, total in enumerate(totals))
+
+
+def groups_along(axis: str) -> str:
+    groups = sorted({tuple(MESH.ranks_along(axis, rank)) for rank in range(8)})
+    return "groups " + " ".join("{" + ",".join(map(str, group)) + "}" for group in groups)
+
+
+WIRES = [LINKS[key] for key in ("nvlink4", "pcie5", "pcie5", "efa")]  # from the top
+MESH = Mesh(pp=2, dp=2, tp=2)
+MIXED, LLAMA = RECIPES["bf16-master"], preset("llama-3.1-8b")
+LOSS = F.cross_entropy(torch.tensor([1.0, 2, 4, 1]), torch.tensor(3))
+SAID = {
+    "zero_stages": [f"{zero_bytes_per_parameter(s, 4, optimizer_bytes=12):.4g} bytes per parameter" for s in range(4)],
+    "flat_shards": flat_shards(),
+    "float_formats": float_formats(),
+    "numbers": [f"is rounded to {torch.tensor(1.001).to(kind).item():.6g}" for kind in (torch.bfloat16, torch.float16)],
+    "mixed_step": [*(f"16 bits, {size} B" for size in (MIXED.param_bytes, MIXED.grad_bytes)),
+                   *(f"FP32, {size} B" for size in (MIXED.moment_bytes, MIXED.master_bytes))],
+    "linear_pair": [f"{rows:,} × {LLAMA.d_model:,}" for rows in (2048, LLAMA.d_ff // 2)],
+    "vocabulary": table_of_vocabulary(),
+    "vocabulary_loss": [f"loss = log s - (zt - zmax) = {LOSS:.4f}"],
+    "merge": ["output 12", "output 30", f"output {(2 * 12 + 6 * 30) / 8:g}"],
+    "chunks": [pairs_by_rank(name) for name in ("contiguous", "zigzag")],
+    "mesh": [groups_along(axis) for axis in ("tp", "dp", "pp")],
+    "ring": [f"{(piece + 1) * 10**rank}" for rank in range(4) for piece in range(4)],
+    "recomputed_block": recomputed_block(),
+    "regions_tp": regions("gpt3-175b", (1, 2048), (1, False), (8, False)),
+    "regions_sp": regions("llama-3.1-70b", (1, 4096), (8, False), (8, True)),
+    "two_hosts": [f"{row.link_bytes / 1e6:.1f} MB on the link" for row in MEASURED]
+                 + [f"{row.step_s:.1f} s for a step" for row in MEASURED],
+    "node": [f"{one.name}: {one.bytes_per_s / 1e9:.0f} GB/s each way" for one in WIRES],
+    "pipeline_cut": [f"layer {layer}" for layer in range(8)],
+    "flow_chart": [f"{100 * MOST_WAITING:g} % of its step:",
+                   f"so far waits for {100 * COST_OF_RECOMPUTATION:g} % or more"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_numbers_in_words_are_those_of_the_package(name):
+    missing = Counter(SAID[name]) - Counter(texts(name))
+    assert not missing
+
+
+# ---------------------------------------------------------------- numbers as lengths and places
+
+
+def test_a_block_saves_what_its_edges_say():
+    config = preset("llama-3.1-8b")
+    said = [text.rpartition(" ")[2].replace(",", "") for text in texts("llama_block") if "saves" not in text]
+    sizes = [int(size) for size in said if size.isdigit()]
+    statistics = 4 * (config.num_heads + 2)  # one FP32 number per norm and per head
+    assert 2 * sum(sizes) + statistics == sum(block_saved_bytes(config, 2).values())
+    assert f"One block of {config.name} saves {sum(sizes):,} elements per token" in texts("llama_block")
+
+
+def test_all_cuts_of_64_are_there_and_grey_where_tp_leaves_a_node():
+    tiles = [text for text in texts("cuts_of_64") if text.startswith("dp ")]
+    assert Counter(tiles) == Counter(f"dp {dp}" for dp, _, _ in cuts(64))
+    assert len(rects("cuts_of_64", "#D9D9D9")) == sum(tp > 8 for _, tp, _ in cuts(64))
+
+
+def test_stages_lie_as_the_schedules_place_them():
+    ways = [[(rank,) for rank in range(4)]]
+    for owners in (loop_placement(4, 2), v_placement(4)):
+        ways.append([tuple(s for s, owner in enumerate(owners) if owner == rank) for rank in range(4)])
+    ways.append([(rank, 3 - rank) for rank in range(4)])  # DualPipe: DeepSeek-V3 (arXiv:2412.19437), section 3.2.1
+    expected = [f"stage {stage}" for way in ways for stages in way for stage in stages]
+    assert read_by_rows("placements", "stage") == expected
+    assert len(even_layers(8, 4)) == 4 and set(even_layers(8, 4)) == {2}  # as the model in `pipeline_cut` is cut
+
+
+def test_rows_are_sorted_by_expert_and_5_of_8_leave_their_rank():
+    assert read_by_rows("sorted_rows", "t")[4:10] == ["t0", "t2", "t0", "t1", "t2", "t1"]
+    layout = ExpertLayout(4, 2)
+    rows = [(home, layout.rank_of_expert(expert)) for (home, _), chosen in CHOSEN.items() for expert in chosen]
+    moved = sum(home != away for home, away in rows)
+    assert f"{moved} of {len(rows)} rows leave their rank, and come back" in texts("travelling_rows")
+    drawn = Counter(text for text in texts("travelling_rows") if len(text) == 2)
+    expected = {f"{token}{expert}" for (_, token), chosen in CHOSEN.items() for expert in chosen}
+    assert drawn == dict.fromkeys(expected, 4)  # at home, arrived, sorted, returned
+
+
+def test_the_wires_of_a_node_are_as_wide_as_their_bytes_and_the_lines_across_hosts_too():
+    widths = [box[2] for box in sorted(rects("node", COMMUNICATION_COLOR), key=lambda box: box[1])[::8]]
+    expected = [link.bytes_per_s / WIRES[0].bytes_per_s for link in WIRES]
+    assert [width / widths[0] for width in widths] == pytest.approx(expected, abs=0.01)
+    lines = [one for one in elements("two_hosts", "path") if one.get("stroke-width") and one["fill"] == "none"]
+    for place, row in enumerate(MEASURED):
+        across, *_ = lines[4 * place : 4 * place + 4]
+        assert across["stroke"] == AXIS_COLORS[row.across].lower()
+        most = max(one.link_bytes for one in MEASURED)
+        assert float(across["stroke-width"]) == pytest.approx(22 / 0.9 * row.link_bytes / most, abs=0.06)
+
+
+def test_each_kind_of_experts_stores_and_uses_the_same_width():
+    idle, used, shared = (rects("expert_kinds", color) for color in ("#E2E2E2", COMPUTE_COLOR, OKABE_ITO["green"]))
+    for boxes in (used + shared, used + shared + idle):
+        rows = {}
+        for _, y, width, height in boxes:
+            if height > 20:  # no square of the legend
+                rows[y] = rows.get(y, 0) + width
+        assert len(rows) == 3 and list(rows.values()) == pytest.approx([next(iter(rows.values()))] * 3, rel=0.02)
+
+
+def test_streams_work_in_order_and_the_wait_holds_the_optimizer_not_the_cpu():
+    cpu, compute, communication = (rects("streams", c) for c in ("#999999", COMPUTE_COLOR, COMMUNICATION_COLOR))
+    ends = [[x + width for x, _, width, _ in lane] for lane in (cpu, compute, communication)]
+    assert [box[0] for box in communication] == pytest.approx(ends[1][:1] + ends[2][:2], abs=0.2)
+    assert compute[-1][0] == pytest.approx(ends[2][-1], abs=0.2) and ends[0][-1] < compute[1][0] + compute[1][2]
+
+
+def test_ticks_are_all_numbers_that_a_format_has_and_curves_meet_at_twice_the_least():
+    drawn = [one for one in elements("numbers", "path") if (one["stroke"], one["stroke-width"]) == ("#000000", "1.1")]
+    every = [torch.arange(1 << 15).to(torch.int16).view(kind).double() for kind in (torch.bfloat16, torch.float16)]
+    assert len(drawn) == sum(int(((one >= 0.985) & (one <= 1.03)).sum()) for one in every)
+    lines, words = (elements("batch_tradeoff", tag) for tag in ("path", "text"))
+    twice = next(float(one["y"]) for one in words if one["words"] == "2") - 4  # its tick
+    critical = next(one["d"] for one in lines if one.get("stroke-dasharray", "").startswith("1.1"))[1:].split(" ")[0]
+    for color in ("blue", "vermillion"):
+        curve = next(one["d"] for one in lines if one["stroke"] == OKABE_ITO[color].lower())
+        assert float(re.search(rf"L{critical} ([\d.]+)", curve)[1]) == pytest.approx(twice, abs=1)
+
+
+def test_widths_of_a_recomputed_block_are_its_bytes_and_each_rung_has_its_box():
+    widths = Counter()
+    for _, y, width, height in rects("recomputed_block", KIND_COLORS["activations"]):
+        widths[y] += width * (height > 20)  # no square of the legend
+    sizes, expected = [widths[y] for y in sorted(+widths)], kept_bytes()
+    assert [size / sizes[0] for size in sizes] == pytest.approx([size / expected[0] for size in expected], rel=0.01)
+    job = Job(preset("llama-3.1-8b"), Cluster(gpu("h100"), LINKS["nvlink4"], LINKS["ib-ndr400"]), 16, 4096, 2**20)
+    rungs = {"4" if choices["recompute"] == "full" else "3" if "nodes" in step else "1" if "on 1 GPU" in step else "2"
+             for step, choices in ladder(job)}  # fmt: skip
+    assert rungs == {text[0] for text in texts("flow_chart") if text[1:3] == ". "}
+
+
+def test_a_zero_stage_holds_a_quarter_of_what_it_cuts():
+    held = Counter(round(width, 0) for _, _, width, height in rects("zero_stages", OKABE_ITO["green"]) if height > 15)
+    (whole, first), (part, cut) = sorted(held.items(), reverse=True)
+    assert (first, cut) == (4, 12) and whole == pytest.approx(4 * part, abs=4)
+
+
+def test_a_block_has_an_all_reduce_at_each_g_forward_and_at_each_f_backward():
+    assert Counter(texts("f_and_g"))["all-reduce"] == Counter(texts("f_and_g"))["nothing"] == 4
+    sent = texts("half_block")
+    for name, forward, backward in (("gather_in", "all-gather", "reduce-scatter"),
+                                    ("scatter_sum", "reduce-scatter", "all-gather")):  # fmt: skip
+        assert sent[sent.index(name) :][1:3] == [f"→ {forward}", f"← {backward}"]
+
+
+def test_a_block_of_keys_is_of_no_use_to_6_of_16_places_and_each_comes_to_every_rank():
+    table = read_by_rows("ring_travel", "k v of")
+    assert table == [f"k v of {(rank - step) % 4}" for rank in range(4) for step in range(4)]
+    hatched = [one for one in elements("ring_travel", "rect") if "url" in one.get("fill", "")]
+    assert len(hatched) == 6 == sum(of > rank for rank in range(4) for of in range(4))
+
+
+def test_heads_are_held_twice_on_8_ranks_and_by_tokens_a_token_is_on_one_rank():
+    assert Counter(texts("heads_2_and_8"))["k0 v0"] == 3 and Counter(texts("heads_2_and_8"))["q0"] == 2
+    by_rows = [one for one in read_by_rows("two_cuts_of_x", "") if one in ("0", "1")]
+    tokens = [by_rows[12 * token : 12 * token + 12] for token in range(4)]
+    assert all(len(set(row[:6])) == 1 and row[6:] == ["0"] * 3 + ["1"] * 3 for row in tokens)
+
+
+def test_which_links_a_group_uses_is_what_the_mesh_says():
+    links = links_of_axes(MESH, 4, 1, False)
+    said = {"node": "{} 2: inside a node", "network": "{} 2: over 2 nodes, one rank in each"}
+    assert all(said[links[axis].kind].format(axis) in texts("ranks_on_nodes") for axis in ("pp", "dp", "tp"))
+
+
+def _what_is_whole():
+    """How many units are whole whenever a unit's turn begins, as an engine of stage 3 has it."""
+    group, seen = torch.distributed.group.WORLD, []
+    engine = zero.build(model.build(preset("toy")), group, stage=3)
+
+    def note(*_):
+        seen.append(sum(flat.is_whole for flat in engine.flats))
+
+    def enter(unit, enter_backward=engine._before_backward):
+        enter_backward(unit)
+        note()
+
+    for _, modules in engine.units:
+        modules[0].register_forward_pre_hook(note)
+    engine._before_backward = enter
+    x_BS = torch.arange(16).view(1, 16)
+    engines.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
+    return seen
+
+
+@pytest.mark.exhaustive
+def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
+    drawn = [int(text) for text in texts("gathered_ahead") if text in ("1", "2")]
+    for seen in launch(_what_is_whole, 2):
+        assert seen == drawn
