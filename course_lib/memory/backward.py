@@ -1,17 +1,16 @@
-"""One stage on one rank, as numbers of bytes: what a micro-batch saves, what its backward makes besides, its gradients.
+"""What a backward pass holds besides what forward saved, layer by layer, and which gradients have come by then.
 
-A layer's backward begins with all that the layer saved, frees it from the last operator to the first, and makes
-gradients of as many numbers. Its fullest moment is one of few: the gradient of the MLP's product, which SiLU and up
-need with it; of the attention core; of a norm, which computes in FP32. Each is a difference to what the layer saved.
+A layer's backward begins with all that the layer saved, and frees it from the last operator to the first. It is
+fullest in the MLP, or where the experts' gradients are there; in the second norm, which computes in FP32; or in
+attention's core. peak.py adds these moments up over a step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from course_lib.config import ModelConfig
@@ -27,7 +26,7 @@ from course_lib.memory.activations import (
     rope_bytes,
     waiting_terms,
 )
-from course_lib.memory.flats import Flat, Named, layers_of
+from course_lib.memory.flats import Flat, Named, layers_of, placed_by
 from course_lib.memory.states import LoRA, Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
@@ -35,19 +34,18 @@ _NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's i
 
 
 class Moment(NamedTuple):
-    """A moment of a backward: bytes beside all that the micro-batch saved, and its work space.
+    """A moment of one micro-batch's backward on a stage, in bytes.
 
-    activations, logits   saved so much more then, or less: what is free already is negative
-    experts               whether gradients of experts are on their way
-    waiting               after the first part of a split backward: what gradients of weights need by then
+    where         (unit, whether its gradients are there already: else only that of the last matrix of this half)
+    activations   what is not free yet of what was saved, what was made again, what waits for gradients of weights
+    work          gradients inside the unit, and what operators need
     """
 
     name: str
+    where: tuple[str, bool]
     activations: int
     logits: int
     work: int
-    experts: bool = False
-    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Stage:
     activations, logits   saved from its forward to its backward pass
     waiting               between the two parts of a split backward: what gradients of weights need
     moments               of its backward
-    loss                  work space of the loss's forward
     moved                 off the device, of all that is saved
     """
 
@@ -65,7 +62,6 @@ class Stage:
     logits: int
     waiting: int
     moments: tuple[Moment, ...]
-    loss: int
     moved: int = 0
 
     @property
@@ -76,73 +72,42 @@ class Stage:
 
 @lru_cache(maxsize=2048)
 def stage_of(part: Part, stage: int, split: bool) -> Stage:
-    """The sums of one stage; `split`: its gradients of weights may wait."""
+    """The sums of one stage, layer by layer; `split`: its gradients of weights may wait."""
     counts = layers_of(part.config, part.layout)
     layers = range(sum(counts[:stage]), sum(counts[: stage + 1]))
     is_last, away = stage == len(counts) - 1, part.run.offload.activations != "device"
-    terms, logits = last_terms(part) if is_last else ({}, 0)
-    to_the_end = terms.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
-    sorts, whole = _sorts(part, layers), part.layout.recompute == "full" or part.run.operators
-    first, last = layers[0], layers[-1] if layers[-1] in sorts else layers[0]
-    saved = {layer: _sum(layer_terms(part, layer)) for layer in sorts}
-    again = {layer: whole * (_made_again(part, layer) - saved[layer]) for layer in sorts}
-    waits = {layer: split * sum(waiting_terms(part, layer)) for layer in sorts}
-    of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
-    waiting = sum(count * waits[layer] for layer, count in sorts.items()) + of_head
-    ends = _ends(part, terms.get("input of the head", 0), logits, of_head) if is_last else []
-    start = rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0)
-    end, all_layers = sum(terms.values()), sum(count * saved[layer] for layer, count in sorts.items())
-    moved = (start + all_layers + end + logits) * away
-    inside = {layer: _layer_moments(part, layer, split) for layer in {first, last}}
-    loss = logits // part.fp32 * (part.e + part.fp32 * (part.e < part.fp32))
-    if away:  # backward has what comes back for one operator
-        ends = [one._replace(activations=logits * (one.name == "loss"), logits=0) for one in ends]
-        inside = dict.fromkeys(inside, _come_back(part, any(part.config.has_experts(layer) for layer in layers)))
-        start = all_layers = end = logits = 0
-        saved = again = dict.fromkeys(sorts, 0)
-
-    def of_layer(name: str, layer: int, freed: int, waits: int) -> list[Moment]:
-        more = again[layer] - freed - end
-        changes = {"name": name, "logits": -logits, "waiting": waits}
-        return [one._replace(activations=more + one.activations, **changes) for one in inside[layer]]
-
-    stream = part.own_rows * part.config.d_model * part.r
-    moments = (
-        *ends,
-        *of_layer("last layer", last, 0, of_head),
-        *of_layer("first layer", first, all_layers - saved[first], waiting - waits[first]),
-        Moment("embedding", -all_layers - end, -logits, stream, True, waiting),
-    )
-    return Stage(start + to_the_end + all_layers + end, logits, waiting, moments, loss, moved)
-
-
-def _come_back(part: Part, experts: bool) -> tuple[Moment, ...]:
-    """The moments of a layer whose saved tensors wait off the device."""
-    D, e, two, terms = part.config.d_model, part.e, part.config.family == "llama", layer_terms(part, 0, "none")[0]
-    numel, rows = part.rows * part.local.d_ff * e, part.routed * part.local.moe.top_k * D * e if experts else 0
-    sizes = [(numel * (1 + two), numel * (2 + two)), (terms["core"] + terms["input of o"], _core_work(part))]
-    sizes += [(rows, 3 * rows)] * experts
-    return tuple(Moment("", back, 0, part.own_rows * D * part.r + work) for back, work in sizes)
-
-
-def _sorts(part: Part, layers: range) -> dict[int, int]:
-    """Layers that save the same: one of them, and how many; the first and the last of a stage are among them."""
+    end, logits = last_terms(part) if is_last else ({}, 0)
+    here = rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0)
+    to_the_end = end.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
     sort = {layer: (part.config.has_experts(layer), part.run.lora is not None and layer == 0) for layer in layers}
-    found = {sort[layer]: layer for layer in layers}
-    found[sort[layers[0]]] = layers[0]
-    if sort[layers[-1]] != sort[layers[0]]:
-        found[sort[layers[-1]]] = layers[-1]
-    counts = Counter(sort.values())
-    return {layer: counts[one] for one, layer in found.items()}
+    like = {of: layer for layer, of in sort.items()}
+    saved_by = {of: _sum(layer_terms(part, layer)) for of, layer in like.items()}
+    inside = {of: _layer_moments(part, layer, split) for of, layer in like.items()}
+    waits = {of: split * sum(waiting_terms(part, layer)) for of, layer in like.items()}
+    saved = here + sum(saved_by[sort[layer]] for layer in layers)  # in front of the end
+    of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
+    moments = _end_moments(part, saved, end, logits, of_head) if is_last else []
+    kept, waiting = saved, of_head
+    for layer in reversed(layers):
+        kept -= saved_by[sort[layer]]
+        if _may_be_fullest(layer, layers, sort):
+            for one in inside[sort[layer]]:
+                unit = f"blocks.{layer}{one.where[0]}"
+                activations = one.activations + waiting + (0 if away else kept)
+                moments.append(one._replace(where=(unit, one.where[1]), activations=to_the_end + activations))
+        waiting += waits[sort[layer]]
+    stream = part.own_rows * part.config.d_model * part.r
+    moments.append(Moment("embedding", ("embed", True), to_the_end + waiting + (0 if away else here), 0, stream))
+    total = saved + sum(end.values())
+    if away:
+        return Stage(to_the_end, 0, waiting, tuple(moments), total + logits)
+    return Stage(to_the_end + total, logits, waiting, tuple(moments))
 
 
-def _made_again(part: Part, layer: int) -> int:
-    """What a layer has saved when it has run a second time; a router's routing then is there twice, but smaller."""
-    terms, moe = _sum(layer_terms(part, layer, "none")), part.local.moe
-    if not part.config.has_experts(layer):
-        return terms
-    twice = layer_terms(part, layer)[0].get("routing", 0) - part.routed * moe.top_k * (FP32 + MASK)
-    return terms + twice - (part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0)
+def _may_be_fullest(layer: int, layers: range, sort: dict) -> bool:
+    """Activations fall from layer to layer and gradients grow, so between two like layers none is the fullest."""
+    near = [sort.get(layer + step) == sort[layer] for step in (-2, -1, 1, 2)]
+    return not all(near)
 
 
 def _sum(terms: tuple[Terms, Terms]) -> int:
@@ -154,40 +119,42 @@ def _sum(terms: tuple[Terms, Terms]) -> int:
 
 @lru_cache(maxsize=4096)
 def _layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
-    """The fullest moment of a layer's backward; and those at which experts' gradients, or a core again, are there."""
-    selective = part.layout.recompute == "selective"
-    first, second = layer_terms(part, layer, "selective" if selective else "none")
-    D, e, rows = part.config.d_model, part.e, part.rows
-    stream, gathered = part.own_rows * D * part.r, rows * D * e if part.layout.sequence_parallel else 0
-    freed = split * waiting_terms(part, layer)[1] - sum(second.values())  # once the second half's backward is through
-    again = 0
-    if selective:
-        whole = layer_terms(part, layer, "none")[0]
-        again = sum(whole.values()) - sum(first.values())
-        if part.run.attention == "standard":  # what is made again is beside its inputs; what o read is free
-            again = whole["core"] - first["input of o"]
-        elif part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
-            again += 2 * rows * part.local.num_heads * part.local.head_dim * e - first["input of o"]
-    core = Moment("", freed + again - first.get("dropout masks", 0), 0, stream + _core_work(part))
-    norm = Moment("", freed + second.get("residual", 0), 0, stream * 2 + part.own_rows * D * _norm_bytes(part))
-    if not part.config.has_experts(layer):
-        works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], ()
-    else:
-        works, work = _expert_work(part, second, split, gathered)
-        late = (Moment("", 0, 0, stream + work, True),)
-    found = [core, norm, *(Moment("", 0, 0, stream + work) for work in works)]
-    most = max(found, key=lambda one: one.activations + one.work)
-    return (*dict.fromkeys((Moment("", 0, 0, stream), most, core if again else most)), *late)
+    """The moments of a layer's backward, and the activations of this layer that are there then."""
+    recompute, experts = part.layout.recompute, part.config.has_experts(layer)
+    whole = layer_terms(part, layer, "none")
+    first, second = whole if recompute == "full" or part.run.operators else layer_terms(part, layer)
+    D, rows, stream = part.config.d_model, part.rows, part.own_rows * part.config.d_model * part.r
+    gathered = rows * D * part.e if part.layout.sequence_parallel else 0
+    saved = _sum((first, second))
+    if recompute == "full" and experts:  # a router's routing is there twice, but smaller
+        saved += layer_terms(part, layer)[0]["routing"] - part.routed * part.local.moe.top_k * (FP32 + MASK)
+    left = saved - sum(second.values()) + split * waiting_terms(part, layer)[1]  # once the MLP's backward is through
+    again = _sum(whole) - saved if recompute == "selective" else 0
+    core = left + again - first.get("dropout masks", 0)
+    norm = left + second.get("residual", 0)
+    works = (
+        _expert_work(part, second, split, gathered) if experts else [gathered + _mlp_work(part, part.local.d_ff, split)]
+    )
+    in_mlp = saved
+    if part.run.offload.activations != "device":  # what comes back for one operator: a product's factors
+        in_mlp, norm = second["experts" if experts else "MLP"] // 2, second["residual"]
+        core = first["core"] + first["input of o"]
+    found = [
+        Moment("MLP", (":mlp", False), in_mlp, 0, stream + works[0]),
+        Moment("second norm", (":mlp", True), norm, 0, 2 * stream + part.own_rows * D * _norm_bytes(part)),
+        Moment("attention", (":attention", False), core, 0, stream + _core_work(part)),
+    ]
+    return (*found, *(Moment("experts", (":mlp", True), in_mlp, 0, stream + late) for late in works[1:]))
 
 
-def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
+def _mlp_work(part: Part, width: int, split: bool) -> int:
     """Gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix."""
     numel, D, e = part.rows * width, part.config.d_model, part.e
     matrix = 0 if part.run.lora is not None or split else width * D * e
-    return [((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix]
+    return max(((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix)
 
 
-def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple[list[int], int]:
+def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple[int, int]:
     """Gradients of rows, or rows as they go and come when forward runs; and later, when the experts' outputs are free.
 
     A shared expert runs behind the others: its backward is the first. Folded, it alone gathers tokens.
@@ -204,8 +171,8 @@ def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple
             works[-1] -= part.own_rows * token + entered
     works = [entered + work for work in works]
     if moe.num_shared_experts:
-        works += [gathered + work for work in _mlp_work(part, moe.num_shared_experts * moe.d_expert, split)]
-    return works, entered + (rows + tokens) * token - shared - second["places of rows"]
+        works.append(gathered + _mlp_work(part, moe.num_shared_experts * moe.d_expert, split))
+    return max(works), entered + (rows + tokens) * token - shared - second["places of rows"]
 
 
 def _core_work(part: Part) -> int:
@@ -232,25 +199,37 @@ def _norm_bytes(part: Part) -> int:
     return _NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
 
 
-def _ends(part: Part, read: int, logits: int, waiting: int) -> list[Moment]:
-    """The loss, the head's backward, the final norm's; of what the head reads, and of what waits of it."""
+def _end_moments(part: Part, saved: int, end: Terms, logits: int, waiting: int) -> list[Moment]:
+    """The loss, the head's backward, and the final norm's."""
     D, V, rows, e, engine = part.config.d_model, part.local.vocab_size, part.rows, part.e, part.engine
-    stream, of_norm = rows * D * e, part.own_rows * D * (part.r + _norm_bytes(part))
-    norm = Moment("final norm", -read, -logits, of_norm, waiting=waiting)
+    here = 0 if part.run.offload.activations != "device" else saved + sum(end.values())
+    of_norm = Moment(
+        "final norm",
+        ("end", True),
+        here - end.get("input of the head", 0) + waiting,
+        0,
+        part.own_rows * D * (part.r + _norm_bytes(part)),
+    )
     if part.config.family == "xlmr":
-        return [norm]
+        return [of_norm]
     tp, numel = part.layout.tp > 1, rows * V // part.run.loss_chunks
     if e == part.fp32:  # no copy in a wider dtype
         loss = numel * e * (1 if tp else 2)
     else:
         loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
     matrix = 0 if part.run.lora is not None else V * D * e
-    widened = matrix // e * FP32 if part.casts else 0
+    head = rows * D * e + matrix
     return [
-        Moment("loss", 0, 0, loss),
-        Moment("head", 0, -logits, numel * e + stream + matrix),
-        Moment("head's gradient", -read, -logits, stream + matrix + widened),
-        norm,
+        Moment("loss", ("", False), here, logits, loss),
+        Moment("head", ("head", False), here, 0, numel * e + head),
+        Moment(
+            "head's gradient",
+            ("end", True),
+            here - end.get("input of the head", 0),
+            0,
+            head + matrix // e * FP32 * part.casts,
+        ),
+        of_norm,
     ]
 
 
@@ -258,19 +237,18 @@ def _ends(part: Part, read: int, logits: int, waiting: int) -> list[Moment]:
 
 
 class Arrived(NamedTuple):
-    """Bytes of gradients, and of whole parameters, at a moment of a backward.
+    """Bytes of gradients and of whole parameters in a half of a unit: with its first gradient, and with all of them.
 
-    there     of a first backward, in which a bucket is there from its first gradient on
-    leaving   whole gradients on their way, with ZeRO-2 and 3; `experts` those of experts
-    whole     ZeRO-3: whole parameters
-    tied      a tied head's gradient, which waits for the embedding's
+    there     of a first backward, in which a bucket is there from its first gradient on, a shard once it is sent
+    at_once   of the first part of a split backward
+    leaving   with ZeRO-2 and 3 whole gradients on their way; experts' come last
+    whole     ZeRO-3: whole parameters, of this unit and of the next
     """
 
-    there: int = 0
-    leaving: int = 0
-    experts: int = 0
+    there: tuple[int, int] = (0, 0)
+    at_once: tuple[int, int] = (0, 0)
+    leaving: tuple[int, int] = (0, 0)
     whole: int = 0
-    tied: int = 0
 
 
 @dataclass(frozen=True)
@@ -278,20 +256,15 @@ class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
     held      once a backward has gone through: whole, or this rank's shards
-    norms     of that, once the first part of a split backward has
+    at_once   of that, once the first part of a split backward has
     largest   of one matrix
-    at        at each moment of a backward
+    at        by unit, of blocks by half
     """
 
     held: int
-    norms: int
+    at_once: int
     largest: int
     at: dict[str, Arrived]
-
-
-def _is_at_once(name: str) -> bool:
-    """Whether a split backward makes this gradient in its first part: it is of no product."""
-    return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
 
 
 class Trained(NamedTuple):
@@ -308,83 +281,95 @@ class Trained(NamedTuple):
 
 
 def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
-    """Of the tensors of one stage that are trained, and their flats."""
-    recipe, raw, wire, zero = of.recipe, of.recipe.param_bytes, wire_grad_bytes(of.recipe), of.zero_stage
-    always = zero == 0 and of.data_size == 1 and recipe.grad_bytes > raw  # FP32 buffers, which are there before
-    in_flats = flats if zero else [flat for flat in flats if flat.ranks > 1]
-    units = list(dict.fromkeys(one.unit for one in tensors))
-    first = units[min(1, len(units) - 1) if "embed" in units else 0]
-    last = units[-2 if "end" in units and len(units) > 1 else -1]
-    embed = raw * max((one.numel for one in tensors if one.name == "embed"), default=0)
-    tied = embed if of.config.tied and of.num_stages == 1 and of.config.family != "xlmr" and of.lora is None else 0
+    """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first."""
+    raw, wire, zero = of.recipe.param_bytes, wire_grad_bytes(of.recipe), of.zero_stage
+    halves: dict[str, list[Named]] = {}
+    for one in reversed(tensors):
+        halves.setdefault(_half_of(one), []).append(one)
+    order = [one for half in halves.values() for one in sorted(half, key=lambda one: one.kind == "experts")]
+    time = {one.name: index for index, one in enumerate(order)}
+    in_flats = [flat for flat in flats if zero or flat.ranks > 1]
     sent = {one.name for flat in in_flats for one in flat.tensors}
-    late = {first, units[min(units.index(first) + 1, len(units) - 1)] if zero == 3 else first}
-
-    def arrival(one: Named) -> int:
-        """0 at the end, 1 behind the last layer's product, 2 in between, 3 in the first layer, 4 at the embedding."""
-        if one.unit in ("end", "embed"):
-            return 4 * (one.unit == "embed")
-        if one.name.endswith(("mlp.down", "shared.down")):
-            return 1 if one.unit == last else 2
-        return 3 if one.unit in late else 2
-
+    there, at_once, leaving = ([0] * (len(order) + 1) for _ in range(3))
     groups = [(flat.tensors, wire * flat.padded // (flat.ranks if zero > 1 else 1)) for flat in in_flats]
-    if not zero and not always:
-        groups += [((one,), raw * one.numel) for one in tensors if one.name not in sent]
-    there, at_once = [0] * 5, 0
-    for group, size in groups:
-        there[(max if zero > 1 else min)(arrival(one) for one in group)] += size  # shards come when a bucket is sent
-        at_once += size * any(_is_at_once(one.name) for one in group)
-    *there, held = accumulate(there if zero < 2 else [0, 0, sum(there[:3]), *there[3:]])
-    leaving = [Arrived()] * 4  # at the end, in the last layer, in the first, at the embedding
+    if zero or of.data_size > 1 or of.recipe.grad_bytes <= raw:  # else FP32 buffers are there before
+        groups += [((one,), raw * one.numel) for one in order if one.name not in sent]
+    sent_at = _sent_at(in_flats, order, time, zero) if zero > 1 else ()
+    for index, (group, size) in enumerate(groups):
+        early = [time[one.name] for one in group if _is_at_once(one.name)]
+        at_once[min(early, default=-1)] += size * bool(early)
+        first = min(time[one.name] for one in group)
+        start, end = sent_at[index] if zero > 1 else (first, first)
+        there[end] += size
+        if zero > 1:  # the whole buffer, and this rank's piece of the sum until both are freed
+            leaving[first] += wire * in_flats[index].padded
+            leaving[start] += size
+            leaving[end] -= wire * in_flats[index].padded + size
+    there, at_once, leaving = ([*accumulate(sizes)] for sizes in (there, at_once, leaving))
+    apart = _apart(of, raw, wire, tensors, in_flats, time)
+    whole = _whole(flats, raw, apart["tied"]) if zero == 3 else {}
+    at, begin = {"": Arrived(), "head": Arrived(whole=whole.get("end", 0))}, 0
+    for key, half in halves.items():
+        last = begin + len(half) - 1
+        others = max(begin, last - sum(one.kind == "experts" for one in half))
+        most = (max(leaving[begin : end + 1]) + apart[key if key == "embed" else "tied"] for end in (others, last))
+        pairs = ((sizes[begin], sizes[last]) for sizes in (there, at_once))
+        at[key] = Arrived(*pairs, tuple(most), whole.get(half[0].unit, 0))
+        begin = last + 1
+    largest = raw * max((one.numel for one in tensors if not _is_at_once(one.name)), default=0)
+    return Gradients(there[-1], at_once[-1], largest, at)
+
+
+def _apart(of: Trained, raw: int, wire: int, tensors: Sequence[Named], flats: Sequence[Flat], time: dict) -> dict:
+    """Bytes of gradients that are not in their place yet: the head's, which a tied embedding waits for, and its own.
+
+    Then they are added: in a flat without tp the head's is a view, so the sum is a third tensor.
+    """
+    numel = next((one.numel for one in tensors if one.name == "embed"), 0)
+    flat = next((flat for flat in flats if any(one.name == "embed" for one in flat.tensors)), None)
+    is_tied = of.config.tied and of.num_stages == 1 and of.config.family != "xlmr" and of.lora is None
+    tied = is_tied and not placed_by(of.cut).splits_backward
+    own = raw * numel * (bool(flat) + tied * (1 + (of.cut.tp == 1 and bool(flat))))
+    if of.zero_stage > 1 and flat and time["embed"] == min(time[one.name] for one in flat.tensors):
+        own = max(raw * numel, own - wire * flat.padded)  # the flat comes with it
+    return {"tied": raw * numel * tied, "embed": own}
+
+
+def _half_of(one: Named) -> str:
+    """Of a block attention or what follows it; before and behind the blocks all together."""
+    if not one.unit.startswith("blocks"):
+        return one.unit
+    return one.unit + (":attention" if ".attention." in one.name else ":mlp")
+
+
+def _is_at_once(name: str) -> bool:
+    """Whether a split backward makes this gradient in its first part: it is of no product."""
+    return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
+
+
+def _sent_at(flats: Sequence[Flat], order: Sequence[Named], time: dict[str, int], zero: int) -> list[tuple[int, int]]:
+    """When each flat is sent, and when its buffer is free: as gradients have come.
+
+    ZeRO-2 sends buckets in one order, and frees one when the next is sent; ZeRO-3 a unit when backward has left it,
+    and frees it a unit later.
+    """
+    end = len(order)
     if zero == 2:
-        leaving = _by_buckets(flats, wire)
-    if zero == 3:
-        leaving = _by_units(flats, wire, raw, (first, last, units[::-1]), tied)
-    end, in_last, in_first, start = (one._replace(there=size) for one, size in zip(leaving, there, strict=True))
-    at = {
-        "loss": Arrived(),
-        "head": Arrived(whole=end.whole),
-        "head's gradient": end,
-        "final norm": end._replace(leaving=0, tied=tied),
-        "last layer": in_last._replace(tied=tied),
-        "first layer": in_first._replace(tied=tied),
-        "embedding": start._replace(leaving=start.leaving + embed * ("embed" in sent), tied=2 * tied),
-    }
-    return Gradients(held, at_once, raw * max((one.numel for one in tensors), default=0), at)
+        starts = [*accumulate((max(time[one.name] for one in flat.tensors) for flat in flats), max)]
+        return [*zip(starts, (*(start + 1 for start in starts[1:]), end), strict=True)]
+    enters = {one.unit: time[one.name] for one in reversed(order)}
+    after = [*sorted(enters.values()), end, end]
+    index = {unit: after.index(start) for unit, start in enters.items()}
+    return [(after[index[flat.unit] + 1], after[index[flat.unit] + 2]) for flat in flats]
 
 
-def _by_buckets(flats: Sequence[Flat], wire: int) -> list[Arrived]:
-    """ZeRO-2: a bucket fills while the one before it is sent; that of norms is full at the end."""
-    sizes = {flat: wire * flat.padded for flat in flats}
-    slow = sum(size for flat, size in sizes.items() if flat.kind in ("norms", "head_norms"))
-    fast = [flat for flat in flats if flat.kind not in ("norms", "head_norms")]
-    of = {name: [flat for flat in fast if any(one.name == name for one in flat.tensors)] for name in ("embed", "head")}
-    inner = [flat for flat in fast if flat not in of["embed"] + of["head"]] or fast
-    pairs = {True: 0, False: 0}  # with experts, without
-    for one, other in pairwise(inner if len(inner) > 1 else inner * 2):
-        experts = "experts" in (one.kind, other.kind)
-        pairs[experts] = max(pairs[experts], sizes[one] + sizes[other] * (other is not one))
-    ends = {name: sum(sizes[flat] for flat in of[name]) for name in of}
-    ends["embed"] += slow + (sizes[fast[-2]] if len(fast) > 1 else 0)
-    layer = Arrived(leaving=pairs[False] + slow, experts=max(0, pairs[True] - pairs[False]))
-    return [Arrived(leaving=ends["head"]), layer, layer, Arrived(leaving=ends["embed"])]
-
-
-def _by_units(
-    flats: Sequence[Flat], wire: int, raw: int, units: tuple[str, str, list[str]], tied: int
-) -> list[Arrived]:
-    """ZeRO-3: a unit's gradients are made while those of the unit behind it are sent; it and the next are whole."""
-    first, last, order = units
-    full, shard, experts, found = Counter(), Counter(), Counter(), []
+def _whole(flats: Sequence[Flat], raw: int, tied: int) -> dict[str, int]:
+    """ZeRO-3: bytes of a unit and of the one in front of it, by unit; a tied embedding is whole all the time."""
+    full: dict[str, int] = {}
     for flat in flats:
-        full[flat.unit] += flat.padded
-        shard[flat.unit] += flat.padded // flat.ranks
-        experts[flat.unit] += flat.padded * (flat.kind == "experts")
-    behind, ahead = dict(zip(order[1:], order, strict=False)), dict(pairwise(order))
-    for unit in ("end", last, first, "embed" if "embed" in order else first):
-        before, after = behind.get(unit), ahead.get(unit)
-        leaving = full[unit] - experts[unit] + full[before] + shard[before]
-        whole = full[unit] + full[after] + full["embed"] * (tied > 0 and "embed" not in (unit, after))
-        found.append(Arrived(leaving=wire * leaving, experts=wire * experts[unit], whole=raw * whole))
-    return found
+        full[flat.unit] = full.get(flat.unit, 0) + flat.padded
+    units = [*full]
+    pairs = {
+        unit: {unit, units[max(0, index - 1)]} | ({"embed"} if tied else set()) for index, unit in enumerate(units)
+    }
+    return {unit: raw * sum(full[one] for one in pair) for unit, pair in pairs.items()}

@@ -23,10 +23,9 @@ from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
 from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
 from course_lib.memory.peak import Pieces, after_backward, moments, moved_bytes, pieces_of
-from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
-from course_lib.memory.zero import bytes_by_place, states_of_flats
+from course_lib.memory.zero import bytes_by_place, five_d_states
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -199,20 +198,12 @@ def overheads_of(run: Run) -> dict[str, int]:
 @checked
 def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
-    return _states_of(
-        _trained_of(run), run.layout.world_size == run.layout.dp, run.optimizer, run.device, pp_rank, tp_rank
-    )
-
-
-@lru_cache(maxsize=2048)
-def _states_of(of: Trained, alone: bool, optimizer: str, device: str, pp_rank: int, tp_rank: int) -> StateBytes:
-    counters = device == "cpu" and has_step_counters(of.recipe, optimizer)
-    not_flat = of.lora is not None or optimizer == "adafactor" or of.config.family == "xlmr"
-    if not_flat and of.zero_stage == 0 and alone:
-        return state_bytes(of.config, of.recipe, optimizer, of.lora, step_counters=counters)
-    itemsize = of.recipe.param_bytes
-    flats = flats_of_ranks(of.config, of.cut, pp_rank, tp_rank, itemsize, None, of.zero_stage == 3, of.ranks)
-    return states_of_flats(flats, of.zero_stage, of.recipe, optimizer, counters)
+    layout, recipe = run.layout, recipe_of(run.recipe)
+    counters = run.device == "cpu" and has_step_counters(recipe, run.optimizer)
+    not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
+    if not_flat and layout.zero_stage == 0 and layout.world_size == layout.dp:
+        return state_bytes(run.config, recipe, run.optimizer, run.lora, step_counters=counters)
+    return five_d_states(run.config, layout, pp_rank, tp_rank, recipe, run.optimizer, counters)
 
 
 # ---- one rank
@@ -223,39 +214,32 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
     gradients, pieces = _trained(_trained_of(run), pp_rank, tp_rank)
     split = placed_by(run.layout).splits_backward
     stages = {stage: (stage_of(part, stage, split), of_stage) for stage, of_stage in gradients.items()}
-    states, offload, recipe = states_of(run, pp_rank, tp_rank), run.offload, part.recipe
-    alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
-    here = {
-        "parameters": states.parameters if offload.parameters == "device" else 0,
-        "optimizer": states.optimizer if offload.optimizer == "device" else 0,
-        "gradients": states.gradients if alone and recipe.grad_bytes > recipe.param_bytes else 0,
-    }
-    largest, peak, moment = dict.fromkeys((*KINDS, "saved"), 0), dict.fromkeys(KINDS, 0), ""
-    always = _always(part, tensors_of(run.config, run.layout, pp_rank, tp_rank)) if engine.name != "course" else {}
-    share = run.layout.tp if run.layout.sequence_parallel else 1
-    message = boundary_bytes(run.config, run.layout.micro_batch, run.seq_len, part.e, run.layout.cp, share)
+    states, offload = states_of(run, pp_rank, tp_rank), run.offload
     held = sum(gradients.held for _, gradients in stages.values())
-    updates = [(name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, pieces)]
-    for name, change in chain(moments(run.layout, pp_rank, stages, message), updates):
-        now = {kind: change.get(kind, 0) + always.get(kind, 0) for kind in KINDS}
-        for kind, size in now.items():
-            largest[kind] = max(largest[kind], size)
-        largest["saved"] = max(largest["saved"], now["activations"] + now["logits"])
-        if sum(now.values()) > sum(peak.values()):
+    always = _always(part, tensors_of(run.config, run.layout, pp_rank, tp_rank))
+    largest, peak, moment = Counter(), Counter(), ""
+    steps = moments(run.layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)
+    updates = ((name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, pieces))
+    for name, change in chain(steps, updates):
+        now = always + Counter(change)
+        now["saved"] = now["activations"] + now["logits"]
+        largest |= now
+        if now.total() - now["saved"] > peak.total() - peak["saved"]:
             peak, moment = now, name
+    alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
+    peak["parameters"] = states.parameters if offload.parameters == "device" else 0
+    peak["optimizer"] = states.optimizer if offload.optimizer == "device" else 0
+    if alone and part.recipe.grad_bytes > part.recipe.param_bytes:  # FP32 gradients are there all the time
+        peak["gradients"] += states.gradients
+    at_peak = {kind: peak[kind] for kind in KINDS}
     places = bytes_by_place(states, offload)
     if offload.activations != "device":
         places[offload.activations] += moved_bytes(run.layout, pp_rank, stages)
-    at_peak = {kind: peak[kind] + here.get(kind, 0) for kind in KINDS}
     return Budget(
-        parameters=here["parameters"],
+        parameters=peak["parameters"],
         gradients=states.gradients,
-        optimizer=here["optimizer"],
-        activations=largest["activations"],
-        logits=largest["logits"],
-        temporary=largest["temporary"],
-        gathered=largest["gathered"],
-        saved=largest["saved"],
+        optimizer=peak["optimizer"],
+        **{kind: largest[kind] for kind in ("activations", "logits", "temporary", "gathered", "saved")},
         at_peak=at_peak,
         moment=moment,
         overheads=overheads_of(run) | _reserve(engine, sum(at_peak.values())),
@@ -305,8 +289,10 @@ def _under(run: Run, engine: Engine) -> Run:
     return replace(run, layout=replace(layout, **changes)) if changes else run
 
 
-def _always(part: Part, tensors: Sequence[Named]) -> dict[str, int]:
+def _always(part: Part, tensors: Sequence[Named]) -> Counter:
     """What an engine holds all through a step, of which the course's has nothing."""
+    if part.engine.name == "course":
+        return Counter()
     engine, layout, found = part.engine, part.layout, Counter()
     numel = sum(one.numel for one in tensors)
     if engine.root_gathered and layout.zero_stage == 3:

@@ -16,15 +16,13 @@ from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
+from course_lib.layout.partition import check_layers, even_layers, kv_replication
 from course_lib.memory.ranks import is_replicated, narrow
-from course_lib.memory.states import LoRA, Shapes, adapter_shapes, parameter_shapes
+from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
-from course_lib.schedules.messages import Step, plan
 
 BUCKET_BYTES = 25 * 2**20
-_BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "norm.bias", "head")
 
 
 # ---- stages and units
@@ -32,18 +30,10 @@ _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "
 
 def placed_by(layout: Layout) -> Schedule:
     """The layout's pipeline with few micro-batches: for what asks where a stage is; without one it has one rank."""
-    return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
+    return schedule_of(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
-@lru_cache(maxsize=256)
-def steps_of(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
-    """What one rank of a pipeline does, sends and receives; not to be changed."""
-    return plan(_made(name, pp, micro_batches, v), pp_rank)
-
-
-@lru_cache(maxsize=64)
-def _made(name: str, pp: int, micro_batches: int, v: int) -> Schedule:
-    return make(name, pp, micro_batches, v)
+schedule_of = lru_cache(maxsize=256)(make)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -60,28 +50,18 @@ def _unit_shapes(
 
     tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
     """
-    layers = layers_of(config, layout)
-    whole = parameter_shapes(narrow(config, layout.tp, tp_rank))
-    units, of_sort = {}, {}
-    if stage == 0:
-        units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
+    layers, local = layers_of(config, layout), narrow(config, layout.tp, tp_rank)
+    before, behind = end_shapes(local)
+    of_sort = {has_experts: block_shapes(local, has_experts) for has_experts in {False, config.moe is not None}}
+    for name, (shape, copies) in of_sort[config.moe is not None].items():
+        if name.startswith("moe.experts."):  # folded they are whole
+            shape = block_shapes(config, True)[name][0] if layout.folded else shape
+            of_sort[True][name] = shape, copies // layout.ep
+    units = {"embed": before} if stage == 0 else {}
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        has_experts = config.has_experts(layer)
-        if has_experts not in of_sort:  # layers of one sort have equal shapes
-            alone = stage_config(config, [1] * config.num_layers, layer)
-            shapes = parameter_shapes(narrow(alone, layout.tp, tp_rank))
-            if layout.folded:  # experts are whole
-                shapes |= {name: of for name, of in parameter_shapes(alone).items() if name.startswith("moe.experts.")}
-            of_sort[has_experts] = {
-                name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
-                for name, (shape, copies) in shapes.items()
-                if name.startswith(("attention.", "mlp.", "moe."))
-            }
-        units[f"blocks.{layer}"] = of_sort[has_experts]
+        units[f"blocks.{layer}"] = of_sort[config.has_experts(layer)]
     if stage == len(layers) - 1:
-        units["end"] = {name: whole[name] for name in _AFTER_BLOCKS if name in whole}
-        if config.tied and tied_copy and stage > 0:
-            units["end"]["head"] = whole["embed"]
+        units["end"] = behind | ({"head": before["embed"]} if config.tied and tied_copy and stage > 0 else {})
     return units
 
 
@@ -150,10 +130,10 @@ def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named,
 
 
 def _in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
-    """(name, elements) of each tensor: attention before the rest, one expert after the other."""
+    """(name, elements) of each tensor, one expert after the other."""
     experts = {name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")}
     found = []
-    for name, (shape, copies) in sorted(shapes.items(), key=lambda entry: not entry[0].startswith("attention.")):
+    for name, (shape, copies) in shapes.items():
         if name not in experts:
             found.append((name, prod(shape)))
         elif name == next(iter(experts)):

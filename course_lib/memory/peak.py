@@ -1,9 +1,9 @@
-"""The peak of a rank's step is the fullest of four moments, and each of them is a sum.
+"""The peak of a rank's step is the fullest of a few moments, and each of them is a sum.
 
-    loss                           all that micro-batches in flight saved; logits in FP32, and their gradients
-    backward of the last layer     the same without logits; this layer made again; gradients inside it
-    backward of the first layer    one micro-batch less, but for one layer; gradients of all other layers
-    update                         no activations; all gradients; FP32 copies of a tensor
+    loss                        all that micro-batches in flight saved; logits in FP32, and their gradients
+    backward of a layer         less what is free of this micro-batch; this layer made again; gradients inside it
+    end of a backward           one micro-batch less; the gradients of all parameters
+    update                      no activations; all gradients; FP32 copies of a tensor
 
 Parameters and optimizer are there all the time; ZeRO-3 puts two whole units together besides. In flight are the
 micro-batches whose backward has not gone through a stage: the schedule's list says how many. What one of them saves is
@@ -20,30 +20,29 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part
-from course_lib.memory.backward import Gradients, Stage
-from course_lib.memory.flats import Flat, Named, different_terms_over_tp, steps_of
+from course_lib.memory.backward import Arrived, Gradients, Stage
+from course_lib.memory.flats import Flat, Named, different_terms_over_tp, schedule_of
 
+Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 _STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
-_CHANGES = ("activations", "logits", "gradients", "temporary", "gathered")
 
 
 class Instant(NamedTuple):
-    """A backward of one stage, or a forward, and what is there then.
+    """A backward of one stage, or a part of it, and the micro-batches that are there beside its own.
 
-    held    micro-batches, by what is held of them and stage: "saved" of those that wait for their backward, this one
-            included; "waiting" of those whose gradients of weights wait; "messages" come early, or not surely arrived
-    begun   stages through which the first part of a split backward has gone
-    done    stages whose gradients are there, because a backward has gone through
+    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
+    done      stages whose gradients are there, because a backward has gone through; `begun` its first part
     """
 
     op: str
     stage: int
-    held: Counter
+    saved: Counter
+    waiting: Counter
     begun: frozenset[int]
     done: frozenset[int]
 
 
-def _instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
+def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
     """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
 
     More than two micro-batches for each stage change nothing, unless all forwards come first.
@@ -54,85 +53,70 @@ def _instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 
 @lru_cache(maxsize=4096)
 def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    held, begun, done = Counter(), set(), set()
-    inbox, outbox, found = set(), set(), {}
-    for step in steps_of(schedule, pp, micro_batches, v, pp_rank):
-        op, _, stage = step.instruction
-        inbox |= {message for message, _ in step.post}
-        inbox.discard(step.needs)
-        outbox -= set(step.arrived)
-        held["saved", stage] += op == "F"
-        held["messages", 0] = len(inbox) + len(outbox)
-        like = found.setdefault((op, stage, frozenset(begun - done), frozenset(done)), [])
-        if +held not in like:
-            like.append(+held)
-        held["saved", stage] -= op in "BI"
-        held["waiting", stage] += {"I": 1, "W": -1}.get(op, 0)
+    saved, waiting, begun, done, found = Counter(), Counter(), set(), set(), {}
+    for op, _, stage in schedule_of(schedule, pp, micro_batches, v).instructions[pp_rank]:
+        saved[stage] += {"F": 1, "B": -1, "I": -1, "W": 0}[op]
+        waiting[stage] -= op == "W"
         if op != "F":
+            now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done))
+            like = found.setdefault((op, stage, now.begun, now.done), [])
+            if not any(now.saved <= one.saved and now.waiting <= one.waiting for one in like):
+                like.append(now)
             (begun if op == "I" else done).add(stage)
-        if step.gives is not None:
-            (inbox if step.dst is None else outbox).add(step.gives)
-    return tuple(
-        Instant(op, stage, one, begun, done)
-        for (op, stage, begun, done), like in found.items()
-        for one in like
-        if not any(one < other for other in like)  # exceeded in everything
-    )
+        waiting[stage] += op == "I"
+    return tuple(one for like in found.values() for one in like)
 
 
-def moments(
-    layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradients]], message: int
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every moment of a rank's backwards that can be the largest: a name, and bytes beside parameters and optimizer.
+def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator:
+    """Yield each moment of a rank's step that can be its fullest: a name, and bytes beside parameters and optimizer.
 
-    message   bytes of what goes from stage to stage
+    message   bytes of what goes from stage to stage: one is received ahead, and one sent has not surely arrived
     """
-    for now in _instants(layout, pp_rank):
-        stage, gradients = stages[now.stage]
-        first = now.stage not in now.done and (now.op in "FW" or now.stage not in now.begun)
-        there = dict.fromkeys(_CHANGES, 0)
-        there["temporary"] = message * now.held["messages", 0]
-        for one, (of_stage, its_gradients) in stages.items():
-            saved, waiting = now.held["saved", one], now.held["waiting", one]
-            there["activations"] += saved * of_stage.activations + waiting * of_stage.waiting
-            there["logits"] += saved * of_stage.logits
-            there["gradients"] += its_gradients.held * (one in now.done) + its_gradients.norms * (one in now.begun)
-        for name, *changes in _changes(now.op, stage, gradients, first):
-            held = (size + change for size, change in zip(there.values(), changes, strict=True))
-            yield f"{now.op} of stage {now.stage}: {name}", dict(zip(_CHANGES, held, strict=True))
+    messages = 2 * len(stages) if layout.pp > 1 and layout.micro_batches > 1 else 0
+    for now in instants(layout, pp_rank):
+        held = Counter(temporary=messages * message)
+        for one, (stage, gradients) in stages.items():
+            saved, waiting = now.saved[one], now.waiting[one]
+            held["activations"] += saved * stage.activations + waiting * stage.waiting
+            held["logits"] += saved * stage.logits
+            if one in now.done:
+                held["gradients"] += gradients.held
+            elif one in now.begun:
+                held["gradients"] += gradients.at_once
+        for name, own in backward_moments(now, *stages[now.stage]):
+            yield f"{now.op} of stage {now.stage}: {name}", held + Counter(own)
 
 
-def _changes(op: str, stage: Stage, gradients: Gradients, first: bool) -> Iterator[tuple]:
-    """What each moment of a forward, or of a part of a backward, changes: its name, and bytes of each of _CHANGES.
-
-    first   whether it makes the stage's gradients, which later ones find
-    """
-    if op == "F":  # messages wait; of the last stage logits, and as many in FP32, beside log-probabilities
-        yield "loss" if stage.loss else "forward", 0, 0, 0, stage.loss, 0
-    elif op == "W":  # gradients of weights, from inputs and gradients that waited
-        yield "first product", 0, 0, 0, gradients.largest, 0
-        yield "last product", -stage.waiting, 0, first * (gradients.held - gradients.norms), gradients.largest, 0
-    else:
-        yield from backward_moments(stage, gradients, first, op == "I")
-
-
-def backward_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[tuple]:
-    """What each moment of a backward adds: the loss and what follows it, the last layer, the first, and its end.
-
-    split   whether gradients of weights wait; so do inputs and gradients of products
-    """
+def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
+    """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
+    is_first = now.stage not in now.done  # it makes gradients, which later ones find
+    if now.op == "W":  # of weights, from inputs and gradients that waited
+        made = is_first * (gradients.held - gradients.at_once)
+        work = gradients.largest
+        yield "first product", {"activations": stage.waiting, "temporary": work}
+        yield "last product", {"gradients": made, "temporary": work}
+        return
     for one in stage.moments:
-        at = gradients.at[one.name]
-        there = at.there if not split else gradients.norms if one.name == "embedding" else 0
-        work = one.work + at.leaving + at.experts * one.experts + at.tied * (not split)
-        yield one.name, one.activations + split * one.waiting, one.logits, first * there, work, at.whole
+        unit, is_all = one.where
+        at = gradients.at.get(unit, Arrived())
+        made = at.there if now.op == "B" else at.at_once
+        yield (
+            one.name,
+            {
+                "activations": one.activations,
+                "logits": one.logits,
+                "gradients": is_first * (now.stage not in now.begun) * made[is_all],
+                "temporary": one.work + at.leaving[is_all],
+                "gathered": at.whole,
+            },
+        )
 
 
-def moved_bytes(layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradients]]) -> int:
+def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
     """Activations that wait off the device at once."""
     return max(
-        sum(now.held["saved", one] * stage.moved for one, (stage, _) in stages.items())
-        for now in _instants(layout, pp_rank)
+        sum((now.saved[one] + (one == now.stage)) * stage.moved for one, (stage, _) in stages.items())
+        for now in instants(layout, pp_rank)
     )
 
 
@@ -171,8 +155,7 @@ def after_backward(part: Part, pieces: Pieces) -> Iterator[tuple[str, int]]:
     layout, recipe, of_kind = part.layout, part.recipe, pieces.of_kind
     e = recipe.grad_bytes if recipe.grad_bytes != 6 else FP32
     for kinds in (different_terms_over_tp(layout), ("kv",), ("tied",)):
-        summed = [kind for kind in kinds if kind in of_kind]
-        if summed:
+        if summed := [kind for kind in kinds if kind in of_kind]:
             yield f"sum of gradients: {', '.join(summed)}", e * sum(of_kind[kind] for kind in summed)
     if layout.dp_replicate > 1:  # shards' gradients, of experts and of all others, over the replicas
         experts = of_kind.get("experts", 0)

@@ -18,92 +18,63 @@ Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """List every parameter tensor of a model: name -> (shape, number of such tensors).
 
-    Raises   ValueError if config.family is unknown
     Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572; Mixtral:
              arXiv:2401.04088; DeepSeek-V3: arXiv:2412.19437
     """
-    tables = {"llama": _llama_shapes, "gpt": _transformer_shapes, "xlmr": _transformer_shapes}
-    if config.family not in tables:
-        raise ValueError(f"family {config.family!r} has no parameter table; choose from {', '.join(tables)}")
-    return _with_latent_attention(config, _with_experts(config, tables[config.family](config)))
+    before, behind = end_shapes(config)
+    found = before | behind
+    for has_experts, layers in ((False, config.num_layers - config.num_moe_layers), (True, config.num_moe_layers)):
+        for name, (shape, copies) in (block_shapes(config, has_experts) if layers else {}).items():
+            found[name] = shape, copies * layers + found.get(name, (shape, 0))[1]
+    return found
 
 
-def _with_experts(config: ModelConfig, shapes: Shapes) -> Shapes:
-    """Experts, router and shared experts in place of the MLP, in all blocks but the first few."""
-    moe, D = config.moe, config.d_model
-    if moe is None:
-        return shapes
-    widths = {"experts": (moe.d_expert, moe.num_experts), "shared": (moe.num_shared_experts * moe.d_expert, 1)}
-    found = {"moe.router": ((moe.num_experts, D), config.num_moe_layers)}
-    for part, (width, many) in widths.items():
-        for name in ("gate", "up", "down") if width else ():
-            shape = (D, width) if name == "down" else (width, D)
-            found[f"moe.{part}.{name}"] = (shape, many * config.num_moe_layers)
-    dense = {f"mlp.{name}" for name in ("gate", "up", "down")}
-    num_dense = config.num_layers - config.num_moe_layers
-    kept = {name: (shape, num_dense if name in dense else n) for name, (shape, n) in shapes.items()}
-    return {name: entry for name, entry in kept.items() if entry[1]} | found
-
-
-def _with_latent_attention(config: ModelConfig, shapes: Shapes) -> Shapes:
-    """Queries and keys with values pass through narrow matrices, each with a norm (MLA)."""
-    mla, D, N, L = config.mla, config.d_model, config.num_heads, config.num_layers
-    if mla is None:
-        return shapes
-    latent = {
-        "attention.q_down": (mla.q_rank, D),
-        "attention.q_norm": (mla.q_rank,),
-        "attention.q_up": (N * (mla.nope_dim + mla.rope_dim), mla.q_rank),
-        "attention.kv_down": (mla.kv_rank + mla.rope_dim, D),
-        "attention.kv_norm": (mla.kv_rank,),
-        "attention.kv_up": (N * (mla.nope_dim + mla.value_dim), mla.kv_rank),
-        "attention.o": (D, N * mla.value_dim),
-    }
-    others = {
-        name: entry for name, entry in shapes.items() if name not in ("attention.q", "attention.k", "attention.v")
-    }
-    return others | {name: (shape, L) for name, shape in latent.items()}
-
-
-def _llama_shapes(config: ModelConfig) -> Shapes:
-    D, F, V, L = config.d_model, config.d_ff, config.vocab_size, config.num_layers
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {
-        "embed": ((V, D), 1),
-        "attention.norm": ((D,), L),
-        "attention.q": ((q, D), L),
-        "attention.k": ((kv, D), L),
-        "attention.v": ((kv, D), L),
-        "attention.o": ((D, q), L),
-        "mlp.norm": ((D,), L),
-        "mlp.gate": ((F, D), L),
-        "mlp.up": ((F, D), L),
-        "mlp.down": ((D, F), L),
-        "norm": ((D,), 1),
-    }
-    if config.qk_norm:
-        shapes |= {f"attention.{name}": ((config.head_dim,), L) for name in ("q_norm", "k_norm")}
-    return shapes if config.tied else shapes | {"head": ((V, D), 1)}
-
-
-def _transformer_shapes(config: ModelConfig) -> Shapes:
-    """GPT-2 and XLM-R: biases, two LayerNorms a block, learned positions.
+def end_shapes(config: ModelConfig) -> tuple[Shapes, Shapes]:
+    """List what comes before the blocks, and what comes behind them.
 
     Of XLM-R the encoder alone, without pooler and head. Its position table has two rows more (padding).
     """
-    D, F, V, L, encoder = config.d_model, config.d_ff, config.vocab_size, config.num_layers, config.family == "xlmr"
-    NH = config.num_heads * config.head_dim
-    shapes = {"embed": ((V, D), 1), "positions": ((config.max_seq_len + 2 * encoder, D), 1)}
-    shapes |= {"token_type": ((1, D), 1)} if encoder else {}
-    shapes |= {"norm": ((D,), 1), "norm.bias": ((D,), 1)}
-    attention = [(name, NH, D) for name in "qkv"] + [("o", D, NH)]
-    for part, matrices in (("attention", attention), ("mlp", [("up", F, D), ("down", D, F)])):
-        shapes[f"{part}.norm"] = ((D,), L)
-        shapes[f"{part}.norm.bias"] = ((D,), L)
-        for name, rows, columns in matrices:
-            shapes[f"{part}.{name}"] = ((rows, columns), L)
-            shapes[f"{part}.{name}.bias"] = ((rows,), L)
-    return shapes if config.tied or encoder else shapes | {"head": ((V, D), 1)}
+    D, V, encoder, llama = config.d_model, config.vocab_size, config.family == "xlmr", config.family == "llama"
+    before = {"embed": (V, D)}
+    if not llama:
+        before["positions"] = config.max_seq_len + 2 * encoder, D
+    if encoder:
+        before["token_type"] = 1, D
+    behind = {"norm": (D,)} | ({} if llama else {"norm.bias": (D,)})
+    if not (config.tied or encoder):
+        behind["head"] = V, D
+    return tuple({name: (shape, 1) for name, shape in shapes.items()} for shapes in (before, behind))
+
+
+def block_shapes(config: ModelConfig, has_experts: bool = False) -> Shapes:
+    """List the tensors of one block in the model's order: attention, then its MLP or its experts.
+
+    Latent attention (MLA) has queries, and keys with values, pass through narrow matrices, each with a norm.
+    """
+    D, N, moe, mla, llama = config.d_model, config.num_heads, config.moe, config.mla, config.family == "llama"
+    NH, KH = N * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = {"norm": (D,), "q": (NH, D), "k": (KH, D), "v": (KH, D), "o": (D, NH)}
+    if config.qk_norm:
+        attention |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if mla:
+        attention = {"norm": (D,), "o": (D, N * mla.value_dim)}
+        attention |= {"q_down": (mla.q_rank, D), "q_norm": (mla.q_rank,), "q_up": (NH, mla.q_rank)}
+        attention |= {"kv_down": (mla.kv_rank + mla.rope_dim, D), "kv_norm": (mla.kv_rank,)}
+        attention["kv_up"] = N * (mla.nope_dim + mla.value_dim), mla.kv_rank
+    found = {f"attention.{name}": (shape, 1) for name, shape in attention.items()} | {"mlp.norm": ((D,), 1)}
+    parts = {"mlp": (config.d_ff, 1)}
+    if has_experts:
+        found["moe.router"] = (moe.num_experts, D), 1
+        parts = {
+            "moe.experts": (moe.d_expert, moe.num_experts),
+            "moe.shared": (moe.num_shared_experts * moe.d_expert, 1),
+        }
+    for part, (width, copies) in parts.items():
+        for name in ("gate", "up", "down")[not llama :] if width else ():
+            found[f"{part}.{name}"] = ((D, width) if name == "down" else (width, D)), copies
+    if llama:
+        return found
+    return {f"{name}{end}": (of[: 1 if end else 2], n) for name, (of, n) in found.items() for end in ("", ".bias")}
 
 
 @checked

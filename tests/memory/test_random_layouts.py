@@ -28,7 +28,7 @@ COUNT = int(os.environ.get("COURSE_LAYOUTS", "30"))
 EVERY = COUNT >= 300  # a rank of every stage; otherwise of one stage
 NAMES = os.environ.get("COURSE_MODELS", ",".join(MODELS)).split(",")
 ALWAYS = 1  # layouts that make test takes
-PEAK_ERROR = 0.25  # of toys, whose stages fit one bucket; test_peak_simulated.py has models as people train them
+PEAK_ERROR = 0.12
 
 
 def routings_of(config, layout, stages):
