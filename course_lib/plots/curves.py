@@ -124,7 +124,7 @@ def show_alpha_beta(world_size: Size, link: Link, title: str) -> None:
     with picture_axes(3.6, FULL_WIDTH_IN * 0.85) as axes:
         axes.loglog(SIZES_BYTES, times_ms, color=blue, label="time", zorder=3)
         axes.axhline(latency_ms, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
-        write(axes, low, latency_ms, f" latency alone: {show_seconds(latency_ms / 1e3)}\n", "left")
+        write(axes, low, latency_ms, f" latency alone: {show_seconds(latency_ms / 1e3)}", "left", va="bottom")
         slope = [latency_ms * size / crossover for size in SIZES_BYTES]
         axes.loglog(SIZES_BYTES, slope, color=OKABE_ITO["green"], linestyle=":", zorder=2)
         axes.axvline(crossover, color=NEUTRAL_COLOR, linewidth=1.5)
