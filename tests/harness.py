@@ -32,16 +32,22 @@ class OddModel(nn.Module):
         return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
 
 
+class Branches(nn.Module):
+    """Uses one of two layers; a third is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleDict({str(index): nn.Linear(8, VOCAB) for index in range(3)})
+        self.layer = 0
+
+    def forward(self, x_BS):
+        return self.layers[str(self.layer)](self.embed(x_BS))
+
+
 def some_batches(count, seed=0):
     text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
     return [batch(text_T, index, 2, seq_len=5) for index in range(count)]
-
-
-def worlds(*always):
-    """(ranks, micro-batches) for `parametrize`: four pairs, of which make test takes those given."""
-    return [
-        pytest.param(*pair, marks=() if pair in always else EXHAUSTIVE) for pair in ((2, 1), (2, 3), (4, 1), (4, 3))
-    ]
 
 
 class LaunchedBySize(dict):

@@ -35,7 +35,6 @@ from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import LoRA, StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
-from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
 from course_lib.run import Run
@@ -67,7 +66,6 @@ CURVE = {1.0: 2.0, 2.0: 3.0}
 LINK_BYTES = offload_link_bytes(StateBytes(8, 8, 16), Offload("host"))
 RANKS = [[1.0, 2.0], [3.0, 4.0]]
 CLAIM = ledger()[0]
-ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
 
 
 def routed():
@@ -91,7 +89,6 @@ LAB_RUN = {
     },
 }
 LINEAR = torch.nn.Linear(2, 2)
-PARAMETER = {"parameter": LINEAR.weight}
 PARAMETERS = {"parameters": [LINEAR.weight]}
 WITH_GRADIENT = {"parameters": [torch.nn.Parameter(torch.ones(2))]}
 WITH_GRADIENT["parameters"][0].grad = torch.ones(2)

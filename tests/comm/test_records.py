@@ -11,11 +11,9 @@ import torch.distributed as dist
 
 from course_lib import comm
 from course_lib.authoring import ROOT
-from course_lib.config import ModelConfig
 from course_lib.launch import launch
 
 PICKLED = re.compile(r"\b((?:all_)?gather_object|(?:broadcast|scatter|send|recv)_object_list|dcp\.(?:async_)?save)\(")
-TOY = ModelConfig("toy", num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_ff=32, vocab_size=64, max_seq_len=16)
 
 
 class Evil:

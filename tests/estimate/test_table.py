@@ -46,20 +46,6 @@ def a_row(**changed) -> dict:
     } | changed
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"mbs": "x"}, "mbs is 'x'"),
-        ({"gpus": 8}, "gpus is 8, but dp x pp x tp is 16"),
-        ({"model": "9B"}, "known: 8B, 1B"),
-    ],
-)
-def test_a_row_that_makes_no_sense_says_why(tmp_path, changed, said):
-    runs, models = a_table(tmp_path, [a_row(**changed)])
-    with pytest.raises(ValueError, match=said):
-        run_of(read_rows(runs)[0], read_models(models, 4096), 4096)
-
-
 def test_files_that_lack_something_are_told_in_one_line(tmp_path, capsys):
     runs, models = a_table(tmp_path, [a_row()], **{"8B": {"layers": 32}})
     assert main(["predict", str(runs), "--models", str(models), "--out", str(tmp_path / "out.csv")]) == 2

@@ -8,7 +8,6 @@ from course_lib.hardware import PUBLISHED_RING_SHARE
 from course_lib.layout import SEQUENCE_SHARDINGS
 from course_lib.layout.block_pairs import (
     all_pairs,
-    idle_pairs,
     pairs,
     pairs_of_ranks,
     share_of_ideal,
@@ -33,14 +32,6 @@ def test_work_is_what_the_mask_allows_pair_by_pair(sequence_sharding):
             table = pairs(sequence_sharding, seq_len, cp, causal)
             assert table == _counted(sequence_sharding, seq_len, cp, causal)
             assert sum(pairs_of_ranks(table)) == all_pairs(seq_len, causal)
-
-
-def test_C095_zigzag_gives_each_rank_the_same_at_every_step():
-    zigzag, contiguous = (pairs(sequence_sharding, 16, 4) for sequence_sharding in ("zigzag", "contiguous"))
-    assert pairs_of_ranks(zigzag) == [34] * 4  # C095: 34 each
-    assert all(row == zigzag[0] for row in zigzag) and idle_pairs(zigzag) == [[0] * 4] * 4
-    assert pairs_of_ranks(contiguous) == [10, 26, 42, 58]
-    assert contiguous == [[10, 0, 0, 0], [10, 16, 0, 0], [10, 16, 16, 0], [10, 16, 16, 16]]
 
 
 def test_striped_ranks_differ_by_the_diagonal_alone():

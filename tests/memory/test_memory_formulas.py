@@ -11,10 +11,8 @@ from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
 from course_lib.memory.activations import block_terms
-from course_lib.memory.budget import ASSUMED_OVERHEADS, budget, budgets, fits, saved_for_backward
+from course_lib.memory.budget import budget, budgets, fits
 from course_lib.memory.papers import (
-    KORTHIKANTI_SCORE_TERMS,
-    KORTHIKANTI_TERMS,
     korthikanti_bytes,
     korthikanti_layer_bytes,
     korthikanti_output_bytes,
@@ -23,7 +21,6 @@ from course_lib.memory.papers import (
 )
 from course_lib.memory.states import (
     OPTIMIZERS,
-    RECIPES,
     LoRA,
     count_parameters,
     lora_parameters,
@@ -54,13 +51,6 @@ def test_parameters_and_tensors_are_counted_as_the_built_model_has_them(name):
     assert sum(copies for _, copies in parameter_shapes(preset(name)).values()) == len(parameters)
 
 
-def test_known_parameter_counts():
-    assert count_parameters(LLAMA_8B) == 8_030_261_248
-    assert count_parameters(LLAMA_70B) == 70_553_706_496
-    assert count_parameters(LLAMA_405B) == 405_853_388_800
-    assert count_parameters(preset("gpt2")) == 124_439_808
-
-
 def test_C021_the_well_known_formula_fits_gpt_and_misses_llama():
     assert round(rule_of_thumb_parameters(GPT3) / 1e9, 1) == 174.6
     counts = [round(rule_of_thumb_parameters(c) / 1e9, d) for c, d in ((LLAMA_8B, 2), (LLAMA_70B, 1), (LLAMA_405B, 1))]
@@ -68,19 +58,6 @@ def test_C021_the_well_known_formula_fits_gpt_and_misses_llama():
     for name in ("gpt2", "gpt2-xl", "gpt3-175b"):  # exact but for the position table
         config = preset(name)
         assert count_parameters(config) - rule_of_thumb_parameters(config) == config.max_seq_len * config.d_model
-
-
-def test_C024_recipes_cost_16_18_20_bytes_a_parameter():
-    assert {name: recipe.bytes_per_param for name, recipe in RECIPES.items()} == {
-        "fp32": 16,
-        "autocast": 16,
-        "bf16-master": 16,
-        "bf16-master-fp32-grads": 18,
-        "bf16-master-both-grads": 20,
-        "fp16-master-fp32-grads": 18,
-        "bf16": 8,
-    }
-    assert state_bytes(LLAMA_8B).total == 16 * 8_030_261_248
 
 
 def test_optimizers_rank_by_their_states():
@@ -93,10 +70,6 @@ def test_optimizers_rank_by_their_states():
 
 
 # ---- activations in papers
-
-
-def test_korthikanti_s_terms_add_up_to_34_and_5():
-    assert sum(KORTHIKANTI_TERMS.values()) == 34 and sum(KORTHIKANTI_SCORE_TERMS.values()) == 5
 
 
 def test_korthikanti_table_2_for_gpt3_and_mt_nlg():
@@ -114,16 +87,6 @@ def test_korthikanti_table_2_for_gpt3_and_mt_nlg():
     ]
     assert t8 == [10 + 24 / 8 + 80 / 8, 2]
     assert round(100 * t8[1] / t8[0], 1) == 8.7  # C036: not a third
-
-
-def test_C005_C006_C007_activations_are_quadratic_only_with_the_score_matrix():
-    fused = [korthikanti_bytes(LLAMA_8B, 1, s, "selective") / GIB for s in (2048, 8192)]
-    unfused = [korthikanti_bytes(LLAMA_8B, 1, s) / GIB for s in (2048, 8192)]
-    assert [round(x, 1) for x in fused] == [8.5, 34.0] and [round(x, 1) for x in unfused] == [28.5, 354.0]
-    assert [round(b / a, 1) for a, b in (fused, unfused)] == [4.0, 12.4]
-    assert round(korthikanti_bytes(LLAMA_8B, 1, 2048, "full") / GIB, 1) == 0.5
-    # this course's Llama with its own shapes (GQA, SwiGLU, no dropout): above the claimed 4 to 6 GB as well
-    assert 9 < saved_for_backward(Run(LLAMA_8B, Layout(), 2048, "bf16")).activations / GIB < 12
 
 
 def test_zero_paper_s_activation_example():
@@ -251,16 +214,6 @@ def test_the_encoder_s_activations_are_too():
 
 
 # ---- budgets
-
-
-def test_C003_C004_the_full_budget_of_an_8b_model():
-    whole = budget(LLAMA_8B, 1, 2048)
-    assert round(whole.states_bytes / GB) == 128
-    assert 126 < whole.peak_bytes / GB < 146  # "about 140": on no single GPU of 80 GB
-    assert not fits(whole, "h100") and fits(whole, "h200")
-    assert whole.total_bytes == whole.peak_bytes + sum(ASSUMED_OVERHEADS.values())
-    assert whole.states_bytes / 2 < 80 * GB < whole.states_bytes  # C004: two GPUs do, if ZeRO-3 shards the states
-    assert round(whole.states_bytes / 2 / GB) == 64
 
 
 def test_accumulation_and_fp32_gradients_raise_the_peak_by_the_gradients():

@@ -1,11 +1,8 @@
-"""GPT: Korthikanti's formula to the byte, dropout and recomputation."""
+"""GPT: dropout and recomputation. (What a block keeps: test_memory_formulas.)"""
 
-import pytest
 import torch
-from kept_bytes import kept_bytes
 
 from course_lib.model import build
-from course_lib.model.gpt import Block
 from course_lib.model.llama import ModelConfig
 
 LAYERS = 2
@@ -16,33 +13,6 @@ SMALL = ModelConfig(
 
 def tokens(rows=2, seq_len=32):
     return torch.randint(256, (rows, seq_len), generator=torch.Generator().manual_seed(1))
-
-
-def korthikanti_bytes(s, b, h, a):
-    """Bytes of one layer in 16 bits (arXiv:2205.05198, equation 1)."""
-    return s * b * (34 * h + 5 * a * s)
-
-
-@pytest.mark.parametrize(("b", "s", "h", "a"), [(2, 32, 64, 8), (1, 64, 64, 4), (3, 16, 128, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_block_keeps_sbh_34_plus_5as_over_h_bytes(b, s, h, a, dtype):
-    config = ModelConfig("x", 1, h, a, a, 4 * h, vocab_size=256, max_seq_len=s, family="gpt", dropout=0.1)
-    block = Block(config, "standard", "none").to(dtype)
-    x_BSD = torch.randn(b, s, h, dtype=dtype, requires_grad=True)
-    mean_and_deviation = 2 * b * s * 2 * dtype.itemsize  # of two norms: left out by the paper
-    assert kept_bytes(block, lambda: block(x_BSD)) == korthikanti_bytes(s, b, h, a) + mean_and_deviation
-
-
-@pytest.mark.parametrize(("attention", "recompute", "factor"), [("standard", "selective", 34), ("standard", "full", 2)])
-def test_recomputation_keeps_what_the_paper_says(attention, recompute, factor):
-    b, s, h = 2, 32, 64
-    model = build(SMALL, dtype=torch.bfloat16, attention=attention, recompute=recompute)
-    found = kept_bytes(model, lambda: model(tokens(b, s)))
-    norms = (2 * LAYERS if recompute == "selective" else 0) + 1
-    ends = s * b * h * (1 + 2 + 2) + s * b * 8 + s * 8  # embedding's mask, final norm, head; token and position ids
-    random_state = found - LAYERS * factor * s * b * h - ends - norms * 2 * s * b * 2
-    # What is left is checkpoint's copy of the random state, so that dropout falls the same way again.
-    assert random_state == LAYERS * torch.get_rng_state().numel() or random_state == 0
 
 
 def test_recomputed_dropout_falls_the_same_way():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import EXHAUSTIVE, VOCAB, LaunchedBySize, OddModel, message_of, some_batches
+from harness import EXHAUSTIVE, VOCAB, Branches, LaunchedBySize, OddModel, message_of, some_batches
 from torch import nn
 
 from course_lib import model
@@ -203,19 +203,6 @@ def test_forgetting_no_sync_is_found_in_the_bytes_and_not_in_the_gradients(wrong
 # --- what else a learner or a model may do
 
 
-class Branches(nn.Module):
-    """Uses one of two layers; a third is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, VOCAB) for _ in range(3))
-        self.layer = 0
-
-    def forward(self, x_BS):
-        return self.layers[self.layer](self.embed(x_BS))
-
-
 def unused_parameters():
     group, rank = dist.group.WORLD, dist.get_rank()
     refused = message_of(engines.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
@@ -234,7 +221,7 @@ def unused_parameters():
     pairs = list(zip(branches.parameters(), reference.parameters(), strict=True))
     same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
     difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
-    return refused, overlapped, same_nones, branches.layers[2].weight.grad is None, difference
+    return refused, overlapped, same_nones, branches.layers["2"].weight.grad is None, difference
 
 
 def used_in_an_early_micro_batch_only():
@@ -248,10 +235,10 @@ def used_in_an_early_micro_batch_only():
     branches.layer = 0
     loss_of(engine, *batches[1]).backward()
     engine.finish()
-    averaged = branches.layers[1].weight.grad.clone()
+    averaged = branches.layers["1"].weight.grad.clone()
     branches.zero_grad()
     branches.layer = 1
-    local = torch.autograd.grad(loss_of(branches, *batches[0]), branches.layers[1].weight)[0]
+    local = torch.autograd.grad(loss_of(branches, *batches[0]), branches.layers["1"].weight)[0]
     dist.all_reduce(local)
     return (averaged - local / 2).abs().max().item()
 

@@ -154,10 +154,6 @@ def engine_of(case, whole):
     return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp, case.sp)
 
 
-def load_of(routing, group):
-    return [comm.all_reduce(count_E, group).tolist() for count_E in (routing.tokens_E, routing.dropped_E)]
-
-
 def measure(case, plant=lambda engine: None):
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
@@ -172,8 +168,6 @@ def measure(case, plant=lambda engine: None):
         "apart": apart,
         "size": max(grad.abs().max().item() for grad in expected.values()),
         "same parameters": all(torch.equal(parameters[name], param) for name, param in whole.named_parameters()),
-        "shapes": {name: tuple(param.shape) for name, param in engine.named_parameters()},
-        "load": [load_of(layer.routing, engine.groups.dp) for layer in moe.moe_layers(engine)],
     }
 
 

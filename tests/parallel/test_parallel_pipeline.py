@@ -152,7 +152,6 @@ def measure(case, shared):
         "in turn": all(a.stop_s <= b.start_s for a, b in pairwise(trace)),
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
         "peaks": (engine.peak_live, engine.peak_waiting),
-        "layers": [len(stage.blocks) for stage in engine.stages.values()],
     }
 
 

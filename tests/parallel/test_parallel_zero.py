@@ -9,7 +9,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import EXHAUSTIVE, VOCAB, LaunchedBySize, OddModel, largest_difference, message_of, some_batches
+from harness import (
+    EXHAUSTIVE,
+    VOCAB,
+    Branches,
+    LaunchedBySize,
+    OddModel,
+    largest_difference,
+    message_of,
+    some_batches,
+)
 from torch import nn
 
 from course_lib import model
@@ -367,19 +376,6 @@ def test_padding_and_backward_gathers_cannot_be_left_out():
 
 
 # --- what else a learner or a model may do
-
-
-class Branches(nn.Module):
-    """Uses one of two layers; a third is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.layers = nn.ModuleDict({str(index): nn.Linear(8, VOCAB) for index in range(3)})
-        self.layer = 0
-
-    def forward(self, x_BS):
-        return self.layers[str(self.layer)](self.embed(x_BS))
 
 
 def unused_parameters(stage):

@@ -208,11 +208,6 @@ def test_operations_differ_for_every_colour_vision_first_chunk_and_last():
     ]
 
 
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="at least one simulate"):
-        pipeline.show_schedules([])
-
-
 # ---------------------------------------------------------------- measured over simulated
 
 

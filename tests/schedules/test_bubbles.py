@@ -6,9 +6,7 @@ from schedule_cases import sizes
 from course_lib.schedules import (
     Costs,
     bubble,
-    interleaving_memory,
     make,
-    one_f_one_b,
     peak_live,
     simulate,
     stages_per_rank,
@@ -129,75 +127,6 @@ def test_dualpipe_table():
 # --- claims that circulate
 
 
-def test_C102_C140_the_two_definitions_of_the_1f1b_bubble():
-    assert bubble("1f1b", 4, 8).of_ideal == 0.375
-    assert [round(bubble("1f1b", 4, m).of_total, 3) for m in (1, 8, 16)] == [0.75, 0.273, 0.158]
-
-
 def test_C257_eight_micro_batches_cut_the_ratio_to_an_eighth_and_the_share_of_all_to_less_than_half():
     one, eight = (bubble("1f1b", 4, m) for m in (1, 8))
     assert one.of_ideal / eight.of_ideal == 8 and one.of_total / eight.of_total == pytest.approx(2.75)
-
-
-def test_C104_C112_1f1b_is_not_interleaved():
-    """The bubble of v stages a rank is 1 / v of that of 1F1B for the same layers, whose stages take v times as long."""
-    layers_s = 6.0
-    for v in (2, 3):
-        forms = [
-            bubble(name, 4, 8, stages, Costs(*[layers_s / stages / 3] * 3))
-            for name, stages in (("interleaved", v), ("1f1b", 1))
-        ]
-        assert forms[0].idle_s == pytest.approx(forms[1].idle_s / v) and forms[0].ideal_s == pytest.approx(48)
-        assert make("interleaved", 4, 8, v).instructions != one_f_one_b(4, 8).instructions
-
-
-def test_C105_C109_C143_activations_go_from_m_to_p_and_only_on_the_first_rank():
-    assert clocked("afab", 4, 16, 1, (1, 1, 1)).peak_live == (16, 16, 16, 16)
-    assert clocked("1f1b", 4, 16, 1, (1, 1, 1)).peak_live == (4, 3, 2, 1)
-    assert clocked("1f1b", 4, 2, 1, (1, 1, 1)).peak_live == (2, 2, 2, 1)
-
-
-def test_C108_C144_the_bubbles_of_afab_and_1f1b_are_equal():
-    """The "naive" of C144 is all forwards before all backwards; one micro-batch after the other waits far longer."""
-    shares = {name: clocked(name, 4, 4, 1, (1, 1, 1)).bubble_of_total for name in ("afab", "1f1b", "naive")}
-    assert shares == pytest.approx({"afab": 3 / 7, "1f1b": 3 / 7, "naive": 0.75}) and round(3 / 7, 4) == 0.4286
-
-
-def test_C113_C116_C145_interleaving_divides_the_ratio_to_ideal_by_v_not_the_share_of_all():
-    assert (round(8 / 8 * 7 / (4 * 8), 5), round(7 / (8 * 32), 5)) == (0.21875, 0.02734)
-    assert round(bubble("interleaved", 8, 8, 4).of_ideal, 5) == 0.21875
-    assert round(bubble("interleaved", 8, 32, 8).of_ideal, 5) == 0.02734
-    assert bubble("1f1b", 8, 1).of_ideal == 7.0
-    for v in (2, 4):  # 3.5 and 1.75 are printed for one micro-batch, which interleaving on 8 ranks does not take
-        with pytest.raises(ValueError, match="choose 8, or 1f1b"):
-            bubble("interleaved", 8, 1, v)
-    whole, halved = bubble("1f1b", 4, 8), bubble("interleaved", 4, 8, 2)
-    assert (whole.of_ideal, halved.of_ideal) == (0.375, 0.1875)
-    assert (round(whole.of_total, 3), round(halved.of_total, 3)) == (0.273, 0.158)
-    assert round(whole.of_total / halved.of_total, 2) == 1.73
-
-
-def test_C110_as_many_micro_batches_as_transfers_lose_half_at_any_depth():
-    """m = p - 1: the theory has no 44 % between 16 and 32 stages; what falls there is communication."""
-    assert {bubble("1f1b", pp, pp - 1).of_total for pp in (4, 8, 16, 32)} == {0.5}
-
-
-def test_C114_interleaving_costs_activation_memory():
-    assert (interleaving_memory(4, 2), round(interleaving_memory(8, 2), 2)) == (1.375, 1.44)
-    assert round(interleaving_memory(35, 3), 2) == 1.32 and interleaving_memory(4, 1) == 1
-    for pp, v in ((2, 2), (4, 2), (4, 3)):
-        alive = clocked("interleaved", pp, 2 * pp, v, (1, 1, 1)).peak_live[0] / v
-        assert alive / clocked("1f1b", pp, 2 * pp, 1, (1, 1, 1)).peak_live[0] == pytest.approx(
-            interleaving_memory(pp, v)
-        )
-
-
-def test_C118_h1_keeps_a_third_of_the_bubble_and_h2_doubles_the_memory_for_none():
-    assert bubble("zb_h1", 4, 8).idle_s / bubble("1f1b", 4, 8).idle_s == pytest.approx(1 / 3)
-    assert bubble("zb_h2", 4, 8).idle_s == 0 and peak_live("zb_h2", 4, 8)[0] == 2 * 4 - 1
-    assert bubble("zb_h2", 4, 8, barrier=True).idle_s == bubble("zbv", 4, 8, barrier=True).idle_s == 3
-
-
-def test_C119_dualpipe_is_near_zero_but_not_zero():
-    form = bubble("dualpipe_v", 4, 16, costs=Costs(pair_s=3))
-    assert form.idle_s == 6 and form.of_ideal == 6 / 96

@@ -95,12 +95,6 @@ def test_every_schedule_has_the_stages_it_says():
     assert interleaved_1f1b(4, 4, 2).stages_of_rank(1) == (1, 5)
 
 
-def test_C115_interleaved_layers_of_16_on_4_gpus():
-    """Two layers in each of 8 stages: the first GPU has layers 1, 2 and 9, 10."""
-    stages = make("interleaved", 4, 4, 2).stages_of_rank(0)
-    assert [2 * stage + layer + 1 for stage in stages for layer in range(2)] == [1, 2, 9, 10]
-
-
 def test_pairs_are_a_forward_and_a_backward_of_the_other_stage():
     schedule = dualpipe_v(3, 7)
     for rank, row in enumerate(schedule.instructions):

@@ -1,13 +1,11 @@
 """Modelled times: hand values, limits, and the published scaling that the model is put beside."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from course_lib import timing
 from course_lib.config import preset
-from course_lib.engines import ENGINES
 from course_lib.hardware import (
     GPUS,
     LINKS,
@@ -41,22 +39,6 @@ PLAYBOOK_TP = {False: PUBLISHED_TP_THROUGHPUT, True: PUBLISHED_TP_SP_THROUGHPUT}
 
 
 UTILISATION = Utilisation(matmul=0.45)
-
-
-NOTHING_HIDDEN = replace(ENGINES["course"], hides_behind_weights=False)
-
-
-def _tensor_step(tp, overlap=False, **how):
-    layout = Layout(tp=tp, **how)
-    return step_time(Run(LLAMA_70B, layout, 4096), EFA, "course" if overlap else NOTHING_HIDDEN)
-
-
-def test_a_step_is_its_computing_and_what_is_not_hidden():
-    plain, hidden = (_tensor_step(8, overlap) for overlap in (False, True))
-    assert plain.compute_s == pytest.approx(hidden.compute_s) and plain.working_s < _tensor_step(1).working_s / 6
-    assert plain.tp_s / 2 < hidden.tp_s < plain.tp_s  # forward sums cannot be hidden
-    assert 0.05 < hidden.waiting_share < 0.08 < plain.waiting_share < 0.12
-    assert _tensor_step(1, True).waiting_share == 0
 
 
 @pytest.mark.parametrize("sp", [False, True])
