@@ -369,8 +369,7 @@ def as_pipeline(record: Record, rank_class: Callable, lists: Sequence[Sequence[s
     worker = rank_class(build(PIPELINE_CONFIG, dtype=torch.float64), parts)
     worker.run(words)
     grads = {name: param.grad for name, param in worker.stage.named_parameters() if param.grad is not None}
-    names: list = [None] * len(lists)
-    dist.all_gather_object(names, list(grads))
+    names = comm.all_gather_json(list(grads), dist.group.WORLD)
     if missing := sorted(right.keys() - {name for of_rank in names for name in of_rank}):
         raise ValueError(f"{len(missing)} parameters have no gradient, first {missing[0]}; run B, or I and W, of each")
     for name, grad in grads.items():

@@ -86,7 +86,8 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     waits = {of: split * sum(waiting_terms(part, layer)) for of, layer in like.items()}
     saved = here + sum(saved_by[sort[layer]] for layer in layers)  # in front of the end
     of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
-    moments = _end_moments(part, saved, end, logits, of_head) if is_last else []
+    ends = _end_moments(part, saved, end, logits, of_head) if is_last else []
+    moments = [one._replace(activations=one.activations + to_the_end) for one in ends]
     kept, waiting = saved, of_head
     for layer in reversed(layers):
         kept -= saved_by[sort[layer]]

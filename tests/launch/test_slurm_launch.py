@@ -212,4 +212,4 @@ def test_the_batch_script_is_bash_and_asks_for_what_it_uses():
     module = re.search(r"-m (course_lib\S+)", text).group(1)
     assert importlib.util.find_spec(module) is not None
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "templates/*" in packaged["course_lib"]
+    assert any(TEMPLATE.match(pattern) for pattern in packaged["course_lib"])

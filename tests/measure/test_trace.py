@@ -160,8 +160,8 @@ def test_what_is_no_trace_is_refused_in_one_sentence(tmp_path):
 def test_a_rank_that_sleeps_in_forward_is_the_one_that_neither_computes_nor_sends(tmp_path):
     traces = trace_ranks(preset("toy"), Layout.parse("dp=2"), tmp_path, seq_len=32, slow={1: 0.05})
     assert seconds_of(traces[1]).neither_s >= 0.05
-    with pytest.raises(ValueError, match="one machine traces at most 8"):
-        trace_ranks(preset("toy"), Layout.parse("dp=16"), tmp_path)
+    with pytest.raises(ValueError, match="one machine traces at most 16"):
+        trace_ranks(preset("toy"), Layout.parse("dp=32"), tmp_path)
 
 
 @pytest.mark.launches

@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from course_lib import comm
+
 HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
 BATCH = "start a send and a receive in one dist.batch_isend_irecv"
 STUCK = f"right on gloo, but NCCL runs the messages of two ranks in the order of the calls, and ranks wait: {BATCH}"
@@ -100,9 +102,11 @@ def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
 
 def replay_of_all(calls: list[Started]) -> tuple[int, str]:
     """Return `replay` of the recorded calls of all ranks; each rank gives its own."""
-    rows: list = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, calls)
-    return replay(rows)
+    said = [[one.communicator, one.messages, sorted(one.after)] for one in calls]
+    rows = comm.all_gather_json(said, dist.group.WORLD)
+    return replay(
+        [[Started(name, [*map(tuple, messages)], frozenset(after)) for name, messages, after in row] for row in rows]
+    )
 
 
 def _running(row: Sequence[Started], left: Sequence[list]) -> list[int]:
