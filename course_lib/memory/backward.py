@@ -128,9 +128,15 @@ def _layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
     gathered = rows * D * part.e if part.layout.sequence_parallel else 0
     saved = _sum((first, second))
     if recompute == "full" and experts:  # a router's routing is there twice, but smaller
-        saved += layer_terms(part, layer)[0]["routing"] - part.routed * part.local.moe.top_k * (FP32 + MASK)
+        moe = part.local.moe
+        scores = part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0
+        saved += layer_terms(part, layer)[0]["routing"] - part.routed * moe.top_k * (FP32 + MASK) - scores
     left = saved - sum(second.values()) + split * waiting_terms(part, layer)[1]  # once the MLP's backward is through
     again = _sum(whole) - saved if recompute == "selective" else 0
+    if again and part.run.attention == "standard":  # beside its inputs; what o read is free
+        again = whole[0]["core"] - first["input of o"]
+    elif again and part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
+        again += 2 * rows * part.local.num_heads * part.local.head_dim * part.e - first["input of o"]
     core = left + again - first.get("dropout masks", 0)
     norm = left + second.get("residual", 0)
     works = (
