@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import socket
 
 import pytest
 import torch
@@ -113,3 +114,12 @@ def sampled(cases, count, seed=0):
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if index in always else EXHAUSTIVE)
         for index, case in enumerate(cases)
     ]
+
+
+def free_port():
+    """A port of the loopback that is free now, as text; below those that the machine gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randint(20000, 32000)
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)) != 0:
+                return str(port)

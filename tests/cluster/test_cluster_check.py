@@ -1,7 +1,6 @@
 """The check before a long job: each planted fault is named, on ranks and in plain records; nothing else is."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from harness import free_port
 
 from course_lib.cluster import Limits, gpus, judge, measure
 from course_lib.cluster.judge import compare_seconds
@@ -219,12 +219,6 @@ def test_without_nvml_or_a_driver_or_ecc_nothing_is_claimed(monkeypatch):
     assert gpus.ask_nvml("GPU-1")["ecc_errors"] is None
     monkeypatch.setattr(Driver, "nvmlInit", refuse)
     assert gpus.ask_nvml("GPU-1") is None
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 @pytest.mark.long

@@ -11,12 +11,12 @@ import pytest
 import run_logs
 import torch
 import torch.distributed as dist
+from harness import free_port
 from test_train_torchrun import (
     BATCH,
     LAYOUT,
     MODEL,
     children,
-    free_port,
     look,
     options,
     start,

@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import run_logs
 import torch
+from harness import free_port
 
 from course_lib import checkpoint
 from course_lib.authoring import ROOT
@@ -80,12 +80,6 @@ def wait_until(happened, seen: dict[int, psutil.Process]) -> None:
             look(seen)
             looked = now
         time.sleep(0.02)
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def options(folder: Path, steps: int = STEPS, layout: str = LAYOUT) -> list[str]:
