@@ -79,10 +79,8 @@ lab: $(LAB_STAMP)  ## open your copy of the course in JupyterLab, on this machin
 
 test: setup  ## lint, the tests that find bugs of the core, every lesson under strict nbval
 	@$(MAKE) --no-print-directory lint
-	@beside() { $(MAKE) --no-print-directory "$${@:2}" 2>&1 | sed -u "s/^/$$1 | /"; }; \
-	beside tests unit & tests=$$!; status=0; \
-	beside lessons nbval NOTEBOOKS="$(LESSONS)" NBVAL_WORKERS=$(WORKERS) || status=1; \
-	wait $$tests || status=1; exit $$status
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)"
 
 test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
