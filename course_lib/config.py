@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from course_lib.validate import Amount, Count, Positive, Seed, Size, check_fields, checked, number, one_of, whole
 
 FAMILIES = ("llama", "gpt", "xlmr")
-SCORES = ("softmax", "sigmoid")
+_SCORES = ("softmax", "sigmoid")
 _NUM_BYTES = 256
 _BALANCING = ("none", "aux_loss", "bias")
 Recompute = Literal["none", "selective", "full"]  # nothing, the attention core, each block
@@ -81,7 +81,7 @@ class MoeConfig:
     top_k: Size
     d_expert: Size
     num_shared_experts: Count = 0
-    score: Literal[SCORES] = "softmax"
+    score: Literal[_SCORES] = "softmax"
     normalise_weights: bool = True
     balancing: Literal[_BALANCING] = "none"
     aux_coefficient: Amount = 0.01

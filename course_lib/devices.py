@@ -23,7 +23,7 @@ BACKENDS = {  # -> what torch.distributed is asked for; with NCCL a tensor on th
     "shared-gpu": "gloo",
 }
 
-DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
+_DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
 
 _of_this_process = torch.device("cpu")
 
@@ -88,7 +88,7 @@ class DrawOnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in DRAWING or kwargs.get("device") is not None or kwargs.get("out") is not None:
+        if func not in _DRAWING or kwargs.get("device") is not None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         drawn = func(*args, **kwargs, device="cpu")

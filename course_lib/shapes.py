@@ -20,7 +20,7 @@ from course_lib.validate import read_json, show
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")  # every shape has these
 LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")  # of latent attention (MLA): all of them or none
-MORE = ("head_dim", "experts", "top_k", "expert_ffn", "shared_experts", "dense_layers", "expert_every", "qk_norm",
+_MORE = ("head_dim", "experts", "top_k", "expert_ffn", "shared_experts", "dense_layers", "expert_every", "qk_norm",
         "family", *LATENT)  # fmt: skip
 
 
@@ -86,10 +86,10 @@ def _shape(name: str, told: object, seq_len: int) -> Shape:
         return Shape(preset(told))
     if isinstance(told, dict) and "model_type" in told:
         return of_transformers(told, name, seq_len)
-    if not isinstance(told, dict) or not set(SIZES) <= set(told) <= {*SIZES, *MORE}:
+    if not isinstance(told, dict) or not set(SIZES) <= set(told) <= {*SIZES, *_MORE}:
         got = ", ".join(told) if isinstance(told, dict) else show(told)
         raise ValueError(
-            f"model {name!r} has {got}; required: {', '.join(SIZES)}; possible: {', '.join(MORE)}; or a config.json "
+            f"model {name!r} has {got}; required: {', '.join(SIZES)}; possible: {', '.join(_MORE)}; or a config.json "
             "of transformers, which has model_type"
         )
     layers, hidden, heads, kv_heads, ffn, vocab, tied = (told[key] for key in SIZES)
@@ -113,8 +113,8 @@ def _shape(name: str, told: object, seq_len: int) -> Shape:
 # --- config.json of transformers
 
 USUAL = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}  # where a file has no such key
-GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
-GROUPED = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "shared": "n_shared_experts",
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
+_GROUPED = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "shared": "n_shared_experts",
            "dense": "first_k_dense_replace"}  # fmt: skip
 
 
@@ -144,7 +144,7 @@ class Kind:
 _MIXTRAL = {"experts": "num_local_experts", "width": "intermediate_size"}
 _QWEN = {"experts": "num_experts", "width": "moe_intermediate_size", "every": "decoder_sparse_step"}
 _FOUR_NORMS = "its two further norms per layer are left out, and 2 x hidden_size elements per token that they save"
-_DEEPSEEK = Kind(experts=GROUPED, latent=True, sigmoid=True, balancing="bias")
+_DEEPSEEK = Kind(experts=_GROUPED, latent=True, sigmoid=True, balancing="bias")
 # Source: configuration and modeling files of transformers 5.23; of kimi_k2 those of its model card
 KINDS: dict[str, Kind] = {
     "llama": Kind(),
@@ -153,10 +153,10 @@ KINDS: dict[str, Kind] = {
     "qwen2": Kind(note="the biases of its q, k and v are left out"),
     "qwen3": Kind({"head_dim": 128}, qk_norm=True),
     "smollm3": Kind({"tie_word_embeddings": True}),
-    "gemma": Kind(GEMMA),
-    "gemma2": Kind(GEMMA, note=_FOUR_NORMS),
+    "gemma": Kind(_GEMMA),
+    "gemma2": Kind(_GEMMA, note=_FOUR_NORMS),
     "gemma3_text": Kind(
-        GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+        _GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
                  "max_position_embeddings": 131_072},
         qk_norm=True,
         note=_FOUR_NORMS,
@@ -182,8 +182,8 @@ KINDS: dict[str, Kind] = {
         _MIXTRAL,
         note="the biases of its experts and router and the sinks of its attention are left out",
     ),
-    "glm4_moe": Kind(experts=GROUPED, sigmoid=True, balancing="bias"),
-    "deepseek_v2": Kind(experts=GROUPED, latent=True, normalised=False),
+    "glm4_moe": Kind(experts=_GROUPED, sigmoid=True, balancing="bias"),
+    "deepseek_v2": Kind(experts=_GROUPED, latent=True, normalised=False),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "llama4_text": Kind(
@@ -193,8 +193,8 @@ KINDS: dict[str, Kind] = {
         normalised=False,
     ),
 }  # fmt: skip
-TOWERS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}  # with a text_config inside
-FAMILIES_OF_BLOCKS = {"gpt2": "gpt", "xlm-roberta-xl": "xlmr"}
+_TOWERS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}  # with a text_config inside
+_FAMILIES_OF_BLOCKS = {"gpt2": "gpt", "xlm-roberta-xl": "xlmr"}
 
 
 def of_transformers(fields: Mapping[str, object], name: str | None = None, seq_len: int = 0) -> Shape:
@@ -203,13 +203,13 @@ def of_transformers(fields: Mapping[str, object], name: str | None = None, seq_l
     Raises   ValueError that names the model_type, or the field, that no shape can say
     """
     kind_name, left_out = fields.get("model_type"), {}
-    if kind_name in TOWERS and isinstance(fields.get("text_config"), Mapping):
-        kind_name, fields = TOWERS[kind_name], fields["text_config"]
+    if kind_name in _TOWERS and isinstance(fields.get("text_config"), Mapping):
+        kind_name, fields = _TOWERS[kind_name], fields["text_config"]
         left_out["vision_config"] = "the vision tower is left out: this is the language model alone"
-    if kind_name in FAMILIES_OF_BLOCKS:
-        return Shape(_transformer(fields, name or kind_name, FAMILIES_OF_BLOCKS[kind_name]), left_out)
+    if kind_name in _FAMILIES_OF_BLOCKS:
+        return Shape(_transformer(fields, name or kind_name, _FAMILIES_OF_BLOCKS[kind_name]), left_out)
     if not isinstance(kind_name, str) or kind_name not in KINDS:
-        known = sorted({*KINDS, *TOWERS, *FAMILIES_OF_BLOCKS} - set(TOWERS.values()) | {"mistral"})
+        known = sorted({*KINDS, *_TOWERS, *_FAMILIES_OF_BLOCKS} - set(_TOWERS.values()) | {"mistral"})
         raise ValueError(f"model_type is {show(kind_name)}, of which no shape is known; known: {', '.join(known)}")
     kind = KINDS[kind_name]
     fields = USUAL | kind.usual | {key: value for key, value in fields.items() if value is not None}

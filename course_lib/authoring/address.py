@@ -7,16 +7,16 @@ from pathlib import Path
 from nbformat.v4 import new_code_cell
 
 INSTALL = "install"  # the id of the first code cell
-GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
-BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
-INSTALL_SOURCE = """# @title Install the course, if this Python does not have it
+_GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
+_BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
+_INSTALL_SOURCE = """# @title Install the course, if this Python does not have it
 from importlib.util import find_spec
 
 if find_spec("course_lib") is None:
     {then}"""
-FROM_ADDRESS = """course = "course-lib@git+{address}"
+_FROM_ADDRESS = """course = "course-lib@git+{address}"
     get_ipython().run_line_magic("pip", f"install -q {{course}}")"""
-WITHOUT_ADDRESS = """raise ModuleNotFoundError(
+_WITHOUT_ADDRESS = """raise ModuleNotFoundError(
         "course_lib is not installed here. Upload its wheel (made by `pip wheel "
         "--no-deps .` in a clone), then run `%pip install ./course_lib-*.whl` here."
     )"""
@@ -30,7 +30,7 @@ def repository(root: Path) -> str | None:
 
 def install_source(address: str | None) -> str:
     """The code of the install cell: it does nothing where the course is installed."""
-    return INSTALL_SOURCE.format(then=FROM_ADDRESS.format(address=address) if address else WITHOUT_ADDRESS)
+    return _INSTALL_SOURCE.format(then=_FROM_ADDRESS.format(address=address) if address else _WITHOUT_ADDRESS)
 
 
 def badges(address: str, name: str) -> str:
@@ -49,7 +49,7 @@ def add_address(nb, path: Path, root: Path) -> None:
     """Give a notebook what the address asks for: badges below its title, and the install cell before all other code."""
     address = repository(root)
     title = nb.cells[0]
-    title.source = BADGES.sub("", title.source)
+    title.source = _BADGES.sub("", title.source)
     if address:
         title.source += "\n\n" + badges(address, path.relative_to(root).as_posix())
     nb.cells = [cell for cell in nb.cells if cell.get("id") != INSTALL]
@@ -65,7 +65,7 @@ def write_address(address: str, root: Path) -> list[Path]:
 
     Raises   ValueError if the address is not one of GitHub, where the badges lead
     """
-    if not GITHUB.fullmatch(address):
+    if not _GITHUB.fullmatch(address):
         raise ValueError(f"REPOSITORY ({address!r}) must be https://github.com/owner/name")
     path, line = root / "pyproject.toml", f'Repository = "{address}"'
     before = path.read_text(encoding="utf-8")

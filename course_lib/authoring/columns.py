@@ -9,7 +9,7 @@ import tokenize
 MIRRORS = "# mirrors:"
 COLUMNS = 88
 OUTPUT_COLUMNS = 100
-FOR_RUFF = re.compile(r"# (noqa|fmt|ruff|type):")
+_FOR_RUFF = re.compile(r"# (noqa|fmt|ruff|type):")
 
 
 def without_magics(source: str) -> str:
@@ -31,7 +31,7 @@ def _comments(source: str, lines: list[str]) -> dict[int, str]:
     replaced = {}
     for token in tokenize.generate_tokens(io.StringIO(without_magics(source)).readline):
         number, column = token.start
-        if token.type != tokenize.COMMENT or len(lines[number - 1]) <= COLUMNS or FOR_RUFF.match(token.string):
+        if token.type != tokenize.COMMENT or len(lines[number - 1]) <= COLUMNS or _FOR_RUFF.match(token.string):
             continue
         code = lines[number - 1][:column].rstrip()
         mark = MIRRORS if token.string.startswith(MIRRORS) else "#"

@@ -15,11 +15,11 @@ TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip",
 HIDDEN = ("outputs_hidden", "source_hidden")  # folded until the reader opens them
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+_KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CHECK = re.compile(r"^(check_\w+)\(", re.MULTILINE)
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){0,4}(-[0-9a-f]{12})?")
-REDRAWN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # a bar that redraws itself leaves its last state, as in nbval
+_REDRAWN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # a bar that redraws itself leaves its last state, as in nbval
 
 
 def notebook_paths(*folders: str, root: Path = ROOT) -> list[Path]:
@@ -77,7 +77,7 @@ def normalise(nb):
     Solutions get nbgrader's metadata: cells with solution marks and cells that call a `check_...`.
     """
     nb = copy.deepcopy(nb)
-    nb.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    nb.metadata = nbformat.from_dict({"kernelspec": _KERNEL, "language_info": {"name": "python"}})
     nb.nbformat, nb.nbformat_minor = 4, 5
     nb.cells = [cell for cell in nb.cells if cell.source.strip()]
     graded = any(BEGIN in cell.source for cell in nb.cells)
@@ -150,7 +150,7 @@ def _normal_outputs(outputs, count: int) -> list:
                 output.execution_count = count
         kept.append(output)
     for stream in streams.values():
-        stream.text = REDRAWN.sub("", stream.text)
+        stream.text = _REDRAWN.sub("", stream.text)
     return kept
 
 

@@ -6,25 +6,25 @@ from pathlib import Path
 from nbformat.v4 import new_markdown_cell
 
 NAVIGATION = ("navigation", "navigation-end")
-CHAPTER_FILE = re.compile(r"(\d\d)([a-z]?)_\w+")  # 04_zero, or one of a chapter's lessons: 02a_precision
-IN_DEPTH = "_in_depth"
-NOT_PROSE = re.compile(r"(```.*?```|!?\[[^\]]*\]\([^)]*\)|`[^`\n]*`|https?://\S+|^#.*?$)", re.DOTALL | re.MULTILINE)
+_CHAPTER_FILE = re.compile(r"(\d\d)([a-z]?)_\w+")  # 04_zero, or one of a chapter's lessons: 02a_precision
+_IN_DEPTH = "_in_depth"
+_NOT_PROSE = re.compile(r"(```.*?```|!?\[[^\]]*\]\([^)]*\)|`[^`\n]*`|https?://\S+|^#.*?$)", re.DOTALL | re.MULTILINE)
 WRITTEN = re.compile(
     r"\[([Cc]hapter \d+[a-z]?|\d+[a-z]?|arXiv:[\d.]+|`[\w/]+\.ipynb`)\]\((?:https://arxiv[^)]*|[\w./]*\.ipynb)\)"
 )
 NUMBER = r"\d+[a-z]?\b"
 CHAPTERS = re.compile(rf"\b[Cc]hapter {NUMBER}|\b[Cc]hapters {NUMBER}(?:(?:, | and | to | or ){NUMBER})+")
-PAPER = re.compile(r"\barXiv:(\d{4}\.\d{4,5})\b")
+_PAPER = re.compile(r"\barXiv:(\d{4}\.\d{4,5})\b")
 FILE = re.compile(r"`((?:notebooks/|exercises/|solutions/)?\d\d[a-z]?_\w+\.ipynb)`")
 
 
 def chapters_of(folder: Path) -> list[str]:
     """The file names of a folder's lessons in reading order, without second readings and the index."""
     names = sorted(path.name for path in folder.glob("*.ipynb"))
-    return [name for name in names if CHAPTER_FILE.match(name) and IN_DEPTH not in name]
+    return [name for name in names if _CHAPTER_FILE.match(name) and _IN_DEPTH not in name]
 
 
-def chapter_named(number: str, root: Path) -> str | None:
+def _chapter_named(number: str, root: Path) -> str | None:
     """The file name of a lesson ("2b"), or of the first one of a chapter ("2"); None if there is none."""
     start = re.sub(r"^\d+", lambda found: f"{int(found.group(0)):02d}", number)
     return next((name for name in chapters_of(root / "notebooks") if name.startswith(start)), None)
@@ -32,14 +32,14 @@ def chapter_named(number: str, root: Path) -> str | None:
 
 def exercises_of(name: str, root: Path) -> str:
     """The file name of the exercises of a notebook: of the whole chapter, also where it has several lessons."""
-    if not CHAPTER_FILE.match(name).group(2):
-        return name.replace(IN_DEPTH, "")
-    return second_reading(name, root).replace(IN_DEPTH, "")
+    if not _CHAPTER_FILE.match(name).group(2):
+        return name.replace(_IN_DEPTH, "")
+    return second_reading(name, root).replace(_IN_DEPTH, "")
 
 
 def second_reading(name: str, root: Path) -> str:
     """The file name of a chapter's second reading; that of a lesson without one has its own name."""
-    found = [path.name for path in (root / "notebooks").glob(f"{name[:2]}_*{IN_DEPTH}.ipynb")]
+    found = [path.name for path in (root / "notebooks").glob(f"{name[:2]}_*{_IN_DEPTH}.ipynb")]
     return found[0] if found else name
 
 
@@ -49,7 +49,7 @@ def navigation(path: Path, root: Path) -> str:
     if path.name == "index.ipynb":
         links = [("Next", path.parent / name) for name in order[1:2]]
         return _line(links, path, root)
-    written, in_depth = root / "notebooks", IN_DEPTH in path.name
+    written, in_depth = root / "notebooks", _IN_DEPTH in path.name
     mine = [name for name in order if name[:2] == path.name[:2]] if in_depth else [path.name]
     before, after = order[: order.index(mine[0])], order[order.index(mine[-1]) + 1 :]
     lessons = [name for name in chapters_of(written) if name[:2] == path.name[:2]]
@@ -68,7 +68,7 @@ def navigation(path: Path, root: Path) -> str:
 
 def _title(word: str, name: str) -> str:
     """Lesson, or Lesson 2b where a chapter has several."""
-    number, letter = CHAPTER_FILE.match(name).groups()
+    number, letter = _CHAPTER_FILE.match(name).groups()
     return f"{word} {int(number)}{letter}" if letter else word
 
 
@@ -89,20 +89,20 @@ def _relative(target: Path, path: Path) -> str:
 def linked(text: str, path: Path, root: Path) -> str:
     """A cell's prose with chapters, notebooks and papers as links; headings, code and other links stay."""
     text = WRITTEN.sub(r"\1", text)
-    parts = NOT_PROSE.split(text)  # every second part is no prose
+    parts = _NOT_PROSE.split(text)  # every second part is no prose
     prose = [part if index % 2 else _link_prose(part, path, root) for index, part in enumerate(parts)]
     return "".join(FILE.sub(lambda found: _link_file(found, path, root), part) for part in prose)
 
 
 def _link_prose(text: str, path: Path, root: Path) -> str:
-    text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    text = _PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
     return CHAPTERS.sub(lambda found: _link_chapters(found.group(0), path, root), text)
 
 
 def _link_chapters(words: str, path: Path, root: Path) -> str:
     def link(found: re.Match) -> str:
         number = re.search(NUMBER, found.group(0)).group(0)
-        name = chapter_named(number, root)
+        name = _chapter_named(number, root)
         here = path.parent.name == "notebooks" and (name == path.name or number == str(_number(path.name)))
         if name is None or here:
             return found.group(0)
@@ -113,7 +113,7 @@ def _link_chapters(words: str, path: Path, root: Path) -> str:
 
 def _number(name: str) -> int | None:
     """The number of a notebook's chapter; None for the index."""
-    found = CHAPTER_FILE.match(name)
+    found = _CHAPTER_FILE.match(name)
     return int(found.group(1)) if found else None
 
 

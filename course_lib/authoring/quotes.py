@@ -15,10 +15,10 @@ from course_lib.authoring.form import ROOT, is_picture, notebook_paths, read, wr
 NUMBER = re.compile(
     r"(?<![\w.^])((?:(?<![^\s($\[])-)?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?))(?!\.?\d|[A-Za-z_])"
 )
-SMALL_OR_YEAR = re.compile(r"-?\d|19[89]\d|20[0-3]\d")
-LABELLED = r"(?:section|chapter|exercise|figure|table)s? \d[\d.a-z]*(?:(?:, | and | to )\d[\d.a-z]*)*"
-NO_PROSE = re.compile(
-    rf"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv:\S+|[\^_]\{{?-?[\d.]+\}}?|(?i:{LABELLED})", re.DOTALL
+_SMALL_OR_YEAR = re.compile(r"-?\d|19[89]\d|20[0-3]\d")
+_LABELLED = r"(?:section|chapter|exercise|figure|table)s? \d[\d.a-z]*(?:(?:, | and | to )\d[\d.a-z]*)*"
+_NO_PROSE = re.compile(
+    rf"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv:\S+|[\^_]\{{?-?[\d.]+\}}?|(?i:{_LABELLED})", re.DOTALL
 )
 UNIT = re.compile(r"\s*(?:\\?%|[kKMGT]i?B\b|[mu]?s\b|days\b|times\b|TFLOP)")  # what a number below 100 has behind it
 HEADING = re.compile(r"^#+ ", re.MULTILINE)
@@ -29,10 +29,10 @@ def numbers_in(text: str, prose: bool = False) -> list[str]:
 
     prose   leaves out code, addresses, numbers of sections, and whole numbers below 100 without a unit
     """
-    text = NO_PROSE.sub(" ", text) if prose else text
+    text = _NO_PROSE.sub(" ", text) if prose else text
     for latex, sign in (("{,}", ","), (r"\,", " "), ("−", "-"), ("\u00a0", " "), ("\u202f", " "), ("$", " ")):
         text = text.replace(latex, sign)
-    found = [match for match in NUMBER.finditer(text) if not SMALL_OR_YEAR.fullmatch(match[1])]
+    found = [match for match in NUMBER.finditer(text) if not _SMALL_OR_YEAR.fullmatch(match[1])]
     if prose:
         found = [match for match in found if len(match[1].strip("-")) > 2 or UNIT.match(text, match.end())]
     return [match[1].replace(",", "") for match in found]
@@ -46,7 +46,7 @@ def is_printed(number: str, printed: set[str]) -> bool:
     return number in signless or Decimal(number) in [round(other, digits) for other in longer]
 
 
-def text_outputs(cell) -> str:
+def _text_outputs(cell) -> str:
     """Return what a code cell prints: streams, values and tables, not what stands behind a picture."""
     texts = [output.text for output in cell.outputs if output.output_type == "stream"]
     data = [output.data for output in cell.outputs if "data" in output and not is_picture(output)]
@@ -54,12 +54,12 @@ def text_outputs(cell) -> str:
     return "\n".join(texts)
 
 
-def prose_and_printed(nb):
+def _prose_and_printed(nb):
     """Yield each text cell that stands below code of its section, its numbers, and the numbers printed there."""
     above = []
     for cell in nb.cells:
         if cell.cell_type == "code":
-            above += numbers_in(text_outputs(cell))
+            above += numbers_in(_text_outputs(cell))
             continue
         before = HEADING.split(cell.source)[0]
         yield cell, numbers_in(before, prose=True), set(above)
@@ -77,7 +77,7 @@ def record_quotes(nb) -> None:
 
     A recorded number that the prose has and no output has any more stays: the prose is to be mended, or the record.
     """
-    for cell, numbers, printed in prose_and_printed(nb):
+    for cell, numbers, printed in _prose_and_printed(nb):
         recorded = quotes_of(cell)
         quotes = [number for number in numbers if number in recorded or is_printed(number, printed)]
         cell.metadata.pop("quotes", None)
@@ -90,7 +90,7 @@ def quote_problems(nb) -> list[str]:
     if not any(cell.metadata.get("quotes") for cell in nb.cells):
         return []
     problems = []
-    for cell, numbers, printed in prose_and_printed(nb):
+    for cell, numbers, printed in _prose_and_printed(nb):
         name, recorded = cell["id"], quotes_of(cell)
         for number in dict.fromkeys(recorded):
             if numbers.count(number) < recorded.count(number):

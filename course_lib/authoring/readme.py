@@ -15,7 +15,7 @@ def package_map(root: Path = ROOT) -> str:
     return doc[doc.index("\n0. ") + 1 :].rstrip("\n")
 
 
-def with_map(document: str, root: Path = ROOT) -> str:
+def _with_map(document: str, root: Path = ROOT) -> str:
     """A document's text with the map as it is now between its two marks."""
     before, _, rest = document.partition(START)
     return f"{before}{START}```\n{package_map(root)}\n```\n{STOP}{rest.partition(STOP)[2]}"
@@ -25,9 +25,9 @@ def write_map(root: Path = ROOT) -> list[Path]:
     """Write the map into docs/MAP.md; returns it if it changed."""
     path = root / "docs" / "MAP.md"
     text = path.read_text(encoding="utf-8")
-    if with_map(text, root) == text:
+    if _with_map(text, root) == text:
         return []
-    path.write_text(with_map(text, root), encoding="utf-8")
+    path.write_text(_with_map(text, root), encoding="utf-8")
     return [path]
 
 

@@ -17,12 +17,12 @@ from course_lib.authoring.links import chapters_of
 from course_lib.authoring.mirrors import mirror_problems
 from course_lib.authoring.quotes import quote_problems
 
-UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
-UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
-EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
-SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
+_UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
+_UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
+_EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
+_SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
-FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
+_FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
 # A sentence that sends the reader to a cell; he may have run no other.
 ORDER = re.compile(
     r"\b(?:[Pp]ress|Run|Try|Choose|Move)\b[^.\n]*\b(?:cell below|next cell)\b|[Ii]n the next cell, choose\b"
@@ -35,20 +35,20 @@ def prose_problems(text: str) -> list[str]:
     prose = re.sub(
         r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|<!--.*?-->|!(?=\[)|https?://\S+", " ", text, flags=re.DOTALL
     )
-    found = [match.group(0) for match in UNWANTED_WORDS.finditer(prose)]
+    found = [match.group(0) for match in _UNWANTED_WORDS.finditer(prose)]
     found += ["an exclamation mark"] if "!" in prose else []
-    return found + (["an emoji"] if EMOJI.search(prose) else [])
+    return found + (["an emoji"] if _EMOJI.search(prose) else [])
 
 
 def is_uncompared(cell) -> bool:
     """Whether nothing of a cell's output is held: a tag says so, or it shows pictures alone and asserts nothing."""
-    if UNCOMPARED_TAGS & set(tags_of(cell)):
+    if _UNCOMPARED_TAGS & set(tags_of(cell)):
         return True
     pictures = [output for output in cell.outputs if is_picture(output)]
     return bool(pictures) and len(pictures) == len(cell.outputs) and "assert " not in cell.source
 
 
-def prints_at_top(cell) -> bool:
+def _prints_at_top(cell) -> bool:
     """Whether a cell calls print as a statement of its own, so that its output must be stored."""
     statements = [node.value for node in ast.parse(without_magics(cell.source)).body if isinstance(node, ast.Expr)]
     return any(isinstance(call, ast.Call) and ast.unparse(call.func) == "print" for call in statements)
@@ -68,20 +68,20 @@ def cell_problems(cell) -> list[str]:
     ]
     if (widest := max(map(len, cell.source.split("\n")))) > COLUMNS:
         problems.append(f"cell {name}: a line has {widest} characters; break it, at most {COLUMNS} can be read")
-    if "widget" in tags and not tags & UNCOMPARED_TAGS:
+    if "widget" in tags and not tags & _UNCOMPARED_TAGS:
         problems.append(f"cell {name}: a widget's output differs at each run; tag it nbval-ignore-output as well")
     if "raises-exception" not in tags and any(output.output_type == "error" for output in cell.outputs):
         problems.append(f"cell {name}: stores an error; fix the cell, or tag it raises-exception if it teaches one")
-    if not tags & UNCOMPARED_TAGS and any(ADDRESS.search(text) for text in _texts(cell)):
+    if not tags & _UNCOMPARED_TAGS and any(ADDRESS.search(text) for text in _texts(cell)):
         problems.append(f"cell {name}: prints a memory address, which differs at each run")
-    if "nbval-skip" not in tags and prints_at_top(cell) and not cell.outputs:
+    if "nbval-skip" not in tags and _prints_at_top(cell) and not cell.outputs:
         problems.append(f"cell {name}: prints, but no output is stored; run the notebook and `make fmt`")
     return problems
 
 
-def picture_problems(cell) -> list[str]:
+def _picture_problems(cell) -> list[str]:
     """Pictures of a cell that say nothing to readers who do not see them."""
-    silent = any(not SENTENCE.fullmatch(_alt(output)) for output in cell.outputs if is_picture(output))
+    silent = any(not _SENTENCE.fullmatch(_alt(output)) for output in cell.outputs if is_picture(output))
     return [f"cell {cell['id']}: stores a picture without a sentence that says what it shows; run the cell"] * silent
 
 
@@ -112,7 +112,7 @@ def _texts(cell) -> list[str]:
     return [str(output.get("text", "") or output.get("data", {}).get("text/plain", "")) for output in cell.outputs]
 
 
-def heading_problems(nb) -> list[str]:
+def _heading_problems(nb) -> list[str]:
     """Where the table of contents would have a hole: one title, and no level left out below it."""
     prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
     levels = [len(found.group(1)) for found in HEADING.finditer(re.sub(r"```.*?```", "", prose, flags=re.DOTALL))]
@@ -124,11 +124,11 @@ def heading_problems(nb) -> list[str]:
 def link_problems(nb, path: Path) -> list[str]:
     """Links of a notebook to files that are not there."""
     prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-    broken = [target for target in FILE_LINK.findall(prose) if not (path.parent / target).exists()]
+    broken = [target for target in _FILE_LINK.findall(prose) if not (path.parent / target).exists()]
     return [f"a link leads to {target}, which is not there" for target in broken]
 
 
-def names_from_elsewhere(source: str) -> set[str]:
+def _names_from_elsewhere(source: str) -> set[str]:
     """The names that a cell reads and neither defines nor imports."""
     tables = [symtable.symtable(without_magics(source), "cell", "exec")]
     own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
@@ -140,17 +140,17 @@ def names_from_elsewhere(source: str) -> set[str]:
     return read_names - own - set(dir(builtins))
 
 
-def alone_problems(nb) -> list[str]:
+def _alone_problems(nb) -> list[str]:
     """Cells that a reader is sent to, and that raise NameError in a kernel that has run no other cell."""
     imports = {alias for cell in code_cells(nb) for alias in _imported(cell)}
     problems = []
     for before, cell in pairwise(nb.cells):
         if cell.cell_type != "code":
             continue
-        missing = names_from_elsewhere(cell.source) if "widget" in tags_of(cell) else set()
+        missing = _names_from_elsewhere(cell.source) if "widget" in tags_of(cell) else set()
         missing &= imports  # what a widget shows may come from a run above it
         if before.cell_type == "markdown" and ORDER.search(before.source):
-            missing = names_from_elsewhere(cell.source)
+            missing = _names_from_elsewhere(cell.source)
             problems += ["the text above the install cell names another"] if cell["id"] == INSTALL else []
         if missing:
             names = ", ".join(sorted(missing))
@@ -173,9 +173,9 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         problems.append(
             "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
-    problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
+    problems += [problem for cell in code_cells(nb) for problem in _picture_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
-    problems += heading_problems(nb) + link_problems(nb, path) + alone_problems(nb) + quote_problems(nb)
+    problems += _heading_problems(nb) + link_problems(nb, path) + _alone_problems(nb) + quote_problems(nb)
     if path.parent.name == "notebooks" and path.name in chapters_of(ROOT / "notebooks"):
         problems += lesson_problems(nb)
     setups = sum("setup" in tags_of(cell) for cell in code_cells(nb))

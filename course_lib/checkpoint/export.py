@@ -47,32 +47,32 @@ def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dty
     path = files.find(Path(checkpoint))
     manifest = files.read_manifest(path)
     files.verify(path, manifest)
-    config = config_from_dict(manifest["model"])
+    config = _config_from_dict(manifest["model"])
     dtype = dtype or parameter_dtype(manifest)
     described = config_for_transformers(config, dtype)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = tensors_to_write(path, manifest, config, dtype)
+    tensors = _tensors_to_write(path, manifest, config, dtype)
     save_file(tensors, partial / SINGLE, metadata={"format": "pt"})
     (partial / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
     partial.rename(out)
     return out
 
 
-def tensors_to_write(path: Path, manifest: dict, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors_to_write(path: Path, manifest: dict, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Their tensors, by their names."""
     ours = {name: tuple(x.shape) for name, x in build(config, device="meta").named_parameters()}
     theirs = {name_in_transformers(name, naming_of(config)): (name, shape) for name, shape in ours.items()}
     tensors = {
-        their: torch.empty(shape_in_transformers(*named, config), dtype=dtype) for their, named in theirs.items()
+        their: torch.empty(_shape_in_transformers(*named, config), dtype=dtype) for their, named in theirs.items()
     }
     for name in ours:
-        read_parameter(path, manifest, name, tensor_in_transformers(tensors, name, config))
-    return tensors | expert_biases(path, manifest, config, tensors)
+        _read_parameter(path, manifest, name, tensor_in_transformers(tensors, name, config))
+    return tensors | _expert_biases(path, manifest, config, tensors)
 
 
-def shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+def _shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
     """The shape of their tensor that holds ours: GPT-2's are transposed, with q, k and v side by side."""
     if config.family != "gpt" or not name.startswith("blocks.") or "norm" in name:
         return shape
@@ -80,19 +80,19 @@ def shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig
     return (*before, 3 * last if any(part in name for part in (".q.", ".k.", ".v.")) else last)
 
 
-def read_parameter(path: Path, manifest: dict, name: str, into: Tensor) -> None:
+def _read_parameter(path: Path, manifest: dict, name: str, into: Tensor) -> None:
     piece = Piece(f"model.{name}", tuple(into.shape), (0,) * into.dim(), into)
     read(path, manifest, widest([piece], manifest))
 
 
-def expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """DeepSeek's biases that balance experts, beside the routers that are in this file."""
     biases = {}
     for layer in range(config.num_layers):
         router = f"model.layers.{layer}.mlp.gate.weight"
         if config.mla is not None and router in tensors:
             steps_E = torch.empty(config.moe.num_experts, dtype=torch.int64)
-            read_parameter(path, manifest, f"blocks.{layer}.mlp.router.bias_steps_E", steps_E)
+            _read_parameter(path, manifest, f"blocks.{layer}.mlp.router.bias_steps_E", steps_E)
             name = router.replace("gate.weight", "gate.e_score_correction_bias")
             biases[name] = (steps_E * config.moe.bias_speed).float()
     return biases
@@ -108,12 +108,12 @@ def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     Bytes    read: each rank its own pieces; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
     """
-    everywhere(wait_for_earlier(engine), lambda: read_parameters(engine, folder))
+    everywhere(wait_for_earlier(engine), lambda: _read_parameters(engine, folder))
     for sharded in engine.data_engines.values():
         sharded.share_update()
 
 
-def read_parameters(engine: FiveD, folder: str | Path) -> None:
+def _read_parameters(engine: FiveD, folder: str | Path) -> None:
     """Fills what this rank holds."""
     weights = Weights(folder, engine.config)
     for holding in parameters_of(engine):
@@ -125,7 +125,7 @@ def read_parameters(engine: FiveD, folder: str | Path) -> None:
 # --- configs
 
 
-def config_from_dict(values: dict) -> ModelConfig:
+def _config_from_dict(values: dict) -> ModelConfig:
     """Back from `dataclasses.asdict`, through JSON."""
     parts = {"rope_scaling": RopeScaling, "moe": MoeConfig, "mla": MlaConfig}
     return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
@@ -139,22 +139,22 @@ def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:
     common = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "bos_token_id": 0,
               "eos_token_id": 0, "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
     if config.family == "gpt":
-        return common | gpt_fields(config)
+        return common | _gpt_fields(config)
     if config.family != "llama":
         raise ValueError(f"family is {config.family!r}; exported are llama and gpt, which predict the next token")
     if config.qk_norm and config.moe is not None:
         raise ValueError(f"{config.name} has qk_norm and experts; exported with qk_norm are dense models, as qwen3")
     if config.mla is not None and config.moe is not None:
-        kind, special = "deepseek_v3", deepseek_fields(config)
+        kind, special = "deepseek_v3", _deepseek_fields(config)
     elif config.moe is not None:
-        kind, special = "mixtral", mixtral_fields(config)
+        kind, special = "mixtral", _mixtral_fields(config)
     else:
         kind, special = "qwen3" if config.qk_norm else "llama", {"head_dim": config.head_dim}
     architecture = {"deepseek_v3": "DeepseekV3"}.get(kind, kind.capitalize()) + "ForCausalLM"
-    return common | llama_fields(config) | special | {"model_type": kind, "architectures": [architecture]}
+    return common | _llama_fields(config) | special | {"model_type": kind, "architectures": [architecture]}
 
 
-def llama_fields(config: ModelConfig) -> dict:
+def _llama_fields(config: ModelConfig) -> dict:
     scaling = None
     if config.rope_scaling is not None:
         scaling = asdict(config.rope_scaling) | {"rope_type": "llama3"}
@@ -172,7 +172,7 @@ def llama_fields(config: ModelConfig) -> dict:
     }
 
 
-def mixtral_fields(config: ModelConfig) -> dict:
+def _mixtral_fields(config: ModelConfig) -> dict:
     """Raises ValueError for routers other than Mixtral's."""
     moe = config.moe
     plain = MoeConfig(moe.num_experts, moe.top_k, moe.d_expert)
@@ -193,7 +193,7 @@ def mixtral_fields(config: ModelConfig) -> dict:
     }
 
 
-def deepseek_fields(config: ModelConfig) -> dict:
+def _deepseek_fields(config: ModelConfig) -> dict:
     """Raises ValueError for what is otherwise than DeepSeek-V3's, such as norms of latents, whose eps is a constant."""
     moe, mla = config.moe, config.mla
     if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps, moe.every) != (
@@ -228,7 +228,7 @@ def deepseek_fields(config: ModelConfig) -> dict:
     }
 
 
-def gpt_fields(config: ModelConfig) -> dict:
+def _gpt_fields(config: ModelConfig) -> dict:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from course_lib.comm import all_gather_json
 
-FORMAT = 1
+_FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
 
 Result = TypeVar("Result")
@@ -87,10 +87,10 @@ def name_of(step: int) -> str:
 def complete(folder: str | Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first. What has another name, or is partial, is none."""
     folder = Path(folder)
-    return sorted(filter(is_name, folder.iterdir()), key=step_of) if folder.is_dir() else []
+    return sorted(filter(_is_name, folder.iterdir()), key=step_of) if folder.is_dir() else []
 
 
-def is_name(path: Path) -> bool:
+def _is_name(path: Path) -> bool:
     """Whether a path is called as a complete checkpoint is."""
     return re.fullmatch(r"step-\d{8,}", path.name) is not None
 
@@ -106,7 +106,7 @@ def latest(folder: str | Path) -> Path | None:
 
 def find(folder: Path) -> Path:
     """The folder itself, if it is a checkpoint, or the last complete one in it."""
-    if (folder / MANIFEST).is_file() or is_name(folder):
+    if (folder / MANIFEST).is_file() or _is_name(folder):
         return folder
     found = latest(folder)
     if found is None:
@@ -143,8 +143,8 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
 
     Raises   ValueError if this rank does not see what all have written
     """
-    check_all_here(partial, files)
-    manifest = about | {"format": FORMAT, "files": files, "tensors": tensors}
+    _check_all_here(partial, files)
+    manifest = about | {"format": _FORMAT, "files": files, "tensors": tensors}
     manifest = json.loads(json.dumps(manifest))  # as it will be read: keys that are numbers become text, and sort so
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(manifest | {"sha256": digest(manifest)}, file)
@@ -158,7 +158,7 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
         shutil.rmtree(partial_of(old))
 
 
-def check_all_here(partial: Path, files: dict) -> None:
+def _check_all_here(partial: Path, files: dict) -> None:
     """Raises ValueError unless each file that a rank has written is here, with all its bytes."""
     for name, entry in files.items():
         path = partial / name
@@ -206,8 +206,8 @@ def read_manifest(checkpoint: Path) -> dict:
         raise ValueError(f"{path} is damaged ({error!r}). {advice(checkpoint)}") from error
     if digest(manifest) != written:
         raise ValueError(f"{path} is damaged: its checksum is not that of what it says. {advice(checkpoint)}")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}; this version of the course reads {FORMAT}")
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(f"{path} has format {manifest.get('format')}; this version of the course reads {_FORMAT}")
     if outside := [name for name in manifest["files"] if Path(name).name != name]:
         raise ValueError(f"{path} names files that are not in its folder: {outside}. {advice(checkpoint)}")
     return manifest

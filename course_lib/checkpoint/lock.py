@@ -20,7 +20,7 @@ from course_lib.checkpoint.files import complete, everywhere
 from course_lib.validate import writable
 
 LOCK, OWNER = ".lock", ".in-use.json"
-WAIT_S = 5.0  # for a run that is just ending
+_WAIT_S = 5.0  # for a run that is just ending
 
 
 @contextmanager
@@ -46,10 +46,10 @@ def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.Proce
 def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) -> None:
     writable("the folder of checkpoints", folder)
     try:
-        lock.acquire(timeout=WAIT_S)
+        lock.acquire(timeout=_WAIT_S)
     except Timeout:
         raise ValueError(
-            f"{folder} is in use by another run ({owner_of(folder)}), and one run writes to a folder; wait until that "
+            f"{folder} is in use by another run ({_owner_of(folder)}), and one run writes to a folder; wait until that "
             "has ended, end it, or give another folder"
         ) from None
     owner = {"host": socket.gethostname(), "process": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -64,7 +64,7 @@ def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) 
     (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
 
 
-def owner_of(folder: Path) -> str:
+def _owner_of(folder: Path) -> str:
     """Who has the folder, as that run has written it down."""
     try:
         owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))

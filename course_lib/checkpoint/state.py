@@ -208,11 +208,11 @@ def tensors_of(engine: FiveD, optimizer: Optimizer) -> list[tuple[Holding, str, 
 def pieces_to_write(engine: FiveD, optimizer: Optimizer, rank: int, copy: bool) -> list[Piece]:
     """All that this rank writes; copy: on the host, in memory of their own, for which there may be no room."""
     pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
-    pieces += [whole_piece(f"rank.{rank}.{name}", x) for name, x in rng_states().items()]
+    pieces += [_whole_piece(f"rank.{rank}.{name}", x) for name, x in rng_states().items()]
     return [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces] if copy else pieces
 
 
-def whole_piece(name: str, x: Tensor) -> Piece:
+def _whole_piece(name: str, x: Tensor) -> Piece:
     """What is one rank's own, in one piece."""
     return Piece(name, tuple(x.shape), (0,) * x.dim(), x)
 
@@ -244,14 +244,14 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert
     """
     group = wait_for_earlier(engine)
     path = Path(together(group, lambda: str(files.find(Path(folder))) if group.rank() == 0 else None)[0])
-    manifest = everywhere(group, lambda: open_checkpoint(engine, optimizer, path, group, convert))
+    manifest = everywhere(group, lambda: _open_checkpoint(engine, optimizer, path, group, convert))
     restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
     for sharded in engine.data_engines.values():
         sharded.share_update()
     return restored
 
 
-def open_checkpoint(
+def _open_checkpoint(
     engine: FiveD, optimizer: Optimizer | None, path: Path, group: dist.ProcessGroup, convert: bool
 ) -> dict:
     """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
@@ -259,7 +259,7 @@ def open_checkpoint(
     files.verify(path, manifest, group.rank(), group.size())
     check_model(engine, path, manifest)
     if not convert:
-        check_precision(engine, optimizer, path, manifest)
+        _check_precision(engine, optimizer, path, manifest)
     if optimizer is not None:
         options_to_load(parameters_of(engine), optimizer, manifest["optimizer"])
     return manifest
@@ -272,7 +272,7 @@ def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict,
     stored_pieces.read(path, manifest, widest(pieces, manifest))
     if optimizer is not None:
         load_optimizer(held, optimizer, path, manifest)
-    return restore_rank(engine, path, manifest, rank)
+    return _restore_rank(engine, path, manifest, rank)
 
 
 def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
@@ -283,7 +283,7 @@ def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
         raise ValueError(f"{path} is of another model: {values}. Build the engine with that config")
 
 
-def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict) -> None:
+def _check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict) -> None:
     """Raises ValueError if parameters, or the optimizer's moments, have another dtype than those that were saved."""
     here, saved = {"parameters": engine.pipeline.dtype}, {"parameters": parameter_dtype(manifest)}
     moments = [DTYPES[stored["dtype"]] for name, stored in manifest["tensors"].items() if name.startswith("exp_avg.")]
@@ -297,7 +297,7 @@ def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, mani
         )
 
 
-def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
+def _restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
     """This rank's own: its random number generators."""
     now, before = engine.layout.to_dict(), Layout.from_dict(manifest["layout"]).to_dict()
     same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
@@ -308,7 +308,7 @@ def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restor
             for name, key in named.items()
             if (stored := manifest["tensors"].get(key))
         }
-        stored_pieces.read(path, manifest, [whole_piece(named[name], x) for name, x in found.items()])
+        stored_pieces.read(path, manifest, [_whole_piece(named[name], x) for name, x in found.items()])
         torch.set_rng_state(found["rng.cpu"])
         if "rng.cuda" in found and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(found["rng.cuda"])

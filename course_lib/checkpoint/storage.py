@@ -45,7 +45,7 @@ from course_lib.checkpoint.files import (
 from course_lib.comm.records import DTYPES
 from course_lib.weights.pieces import Piece
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 Place = tuple[str, int, int, tuple[int, ...], str]  # of a stored box: file, first byte, bytes, shape, dtype
 
 
@@ -63,7 +63,7 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     """
     first, partial = group.rank() == 0, partial_of(final)
     file = f"__{group.rank()}_0.distcp"
-    mine, of_ranks, failures = outcomes(group, lambda: write_pieces(partial / file, pieces))
+    mine, of_ranks, failures = outcomes(group, lambda: _write_pieces(partial / file, pieces))
     if failures:
         with writing(partial):
             raise RuntimeError("; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())) from mine
@@ -71,14 +71,14 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     tensors = merged([told for _, told in of_ranks])
 
     def complete() -> None:
-        files[METADATA] = write_metadata(partial / METADATA, tensors)
+        files[_METADATA] = _write_metadata(partial / _METADATA, tensors)
         put_in_place(final, partial, about, files, tensors, keep)
 
     with writing(final):
         everywhere(group, lambda: complete() if first else None)
 
 
-def write_pieces(path: Path, pieces: list[Piece]) -> tuple[dict, dict]:
+def _write_pieces(path: Path, pieces: list[Piece]) -> tuple[dict, dict]:
     """Writes this rank's pieces, one after the other: (bytes and checksum of the file, where each piece is in it)."""
     path.parent.mkdir(parents=True, exist_ok=True)  # a disk of its own is found when the first rank looks at all
     with open(path, "wb") as file:
@@ -146,7 +146,7 @@ def merged(of_ranks: list[dict]) -> dict:
     return tensors
 
 
-def write_metadata(path: Path, tensors: dict) -> dict:
+def _write_metadata(path: Path, tensors: dict) -> dict:
     """The same for PyTorch's own tools: what dcp.load looks for. Returns its bytes and checksum."""
     places = {
         MetadataIndex(name, torch.Size(offsets)): _StorageInfo(file, start, length)
@@ -170,7 +170,7 @@ def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     Raises   ValueError if something is not there, or cannot be read as a tensor
     """
     pieces = list(pieces)
-    check_pieces(checkpoint, manifest, pieces)
+    _check_pieces(checkpoint, manifest, pieces)
     targets = {index_of(piece): piece.tensor for piece in pieces}
     wanted: dict[Place, list[ReadItem]] = {}
     for name, mine in by_name(pieces).items():
@@ -182,13 +182,13 @@ def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     if found != sum(x.numel() for x in targets.values()):
         raise ValueError(f"{checkpoint} does not hold all numbers of {sorted(by_name(pieces))}. {advice(checkpoint)}")
     for place, items in sorted(wanted.items()):
-        x = read_tensor(checkpoint, manifest, *place)
+        x = _read_tensor(checkpoint, manifest, *place)
         for item in items:
             target = targets[item.dest_index][box(item.dest_offsets, item.lengths)]
             target.copy_(x[box(item.storage_offsets, item.lengths)])
 
 
-def check_pieces(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
+def _check_pieces(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     """Raises ValueError if a piece is not in the checkpoint, or has another shape, or other than floats, there."""
     for piece in pieces:
         stored = manifest["tensors"].get(piece.name)
@@ -209,10 +209,10 @@ def widest(pieces: Iterable[Piece], manifest: dict) -> list[Piece]:
     A parameter of another dtype than the stored one is to be that one's master, cast; a master that was not stored is
     the parameter.
     """
-    return [replace(piece, name=widest_name(piece, manifest["tensors"])) for piece in pieces]
+    return [replace(piece, name=_widest_name(piece, manifest["tensors"])) for piece in pieces]
 
 
-def widest_name(piece: Piece, stored: Mapping[str, dict]) -> str:
+def _widest_name(piece: Piece, stored: Mapping[str, dict]) -> str:
     state, _, name = piece.name.partition(".")
     parameter, master = f"model.{name}", f"master.{name}"
     if state == "master" and master not in stored:
@@ -230,7 +230,7 @@ def parameter_dtype(manifest: dict) -> torch.dtype:
     return DTYPES[stored["dtype"]]
 
 
-def read_tensor(
+def _read_tensor(
     checkpoint: Path, manifest: dict, name: str, offset: int, length: int, shape: tuple[int, ...], dtype: str
 ) -> Tensor:
     """One stored box: a tensor, or an error; nothing else that a file might ask for is done.

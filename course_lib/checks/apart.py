@@ -31,9 +31,9 @@ from course_lib.launch.launcher import dump
 
 SECONDS = {"cells": 300.0, "calls": 60.0, "ranks": 300.0}
 CELL_SECONDS = 60
-MOST_BYTES = 1 << 30  # of one answer
-CPU_SECONDS = 1800  # of a worker in all; one that is left behind in a loop ends then
-ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
+_MOST_BYTES = 1 << 30  # of one answer
+_CPU_SECONDS = 1800  # of a worker in all; one that is left behind in a loop ends then
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Workers:
             if not connection.poll(SECONDS[name]):
                 self.end(name)
                 raise CheckFailed(f"your code did not end in {SECONDS[name]:g} s")
-            data = connection.recv_bytes(MOST_BYTES)
+            data = connection.recv_bytes(_MOST_BYTES)
         except (EOFError, OSError):
             self.end(name)
             raise CheckFailed("the process that ran your code ended before it answered") from None
@@ -140,12 +140,12 @@ def _work(connection: Any, home: str) -> None:
     import resource
 
     os.setsid()
-    kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     os.environ.clear()
     os.environ.update(kept | {"HOME": home, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     os.chdir(home)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from course_lib.launch import RankError, launch
 
-NOT_WRITTEN = re.compile(r"^NotImplementedError(?:: (.*your code goes here))?$", re.M)
-OWN_FRAME = re.compile(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*')
-RANK_SECONDS = 30.0  # a grader's launch takes under a second; a deadlock must not cost the learner two minutes
+_NOT_WRITTEN = re.compile(r"^NotImplementedError(?:: (.*your code goes here))?$", re.M)
+_OWN_FRAME = re.compile(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*')
+_RANK_SECONDS = 30.0  # a grader's launch takes under a second; a deadlock must not cost the learner two minutes
 apart: Any = None  # while a class is graded: the Workers (apart.py) in which answers run
 
 
@@ -59,7 +59,7 @@ def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tenso
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
-def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS, backend: str = "auto") -> list:
+def run_ranks(fn: Callable, world_size: int, *args, timeout: float = _RANK_SECONDS, backend: str = "auto") -> list:
     """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank.
 
     Raises   NotImplementedError if the answer is not written yet, else CheckFailed
@@ -68,10 +68,10 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECOND
     try:
         return launches(fn, world_size, *args, timeout=timeout, backend=backend, quiet=True)
     except RankError as error:
-        missing = NOT_WRITTEN.search(str(error))
+        missing = _NOT_WRITTEN.search(str(error))
         if missing:
             raise NotImplementedError(missing.group(1) or "your code goes here") from None
-        raise CheckFailed(f"your code failed on {world_size} ranks:\n{OWN_FRAME.sub('', str(error))}") from None
+        raise CheckFailed(f"your code failed on {world_size} ranks:\n{_OWN_FRAME.sub('', str(error))}") from None
 
 
 def _launched(*args, **kwargs) -> list:

@@ -16,7 +16,7 @@ from pathlib import Path
 from course_lib.checks.apart import Apart, Workers, run_cells
 from course_lib.checks.core import CheckFailed, NotWritten
 
-CHECKS = "course_lib.checks."
+_CHECKS = "course_lib.checks."
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def grade_class(release: Path, submitted: Path) -> Iterator[Points]:
     for student, folder in folders.items():
         with Workers() as workers:
             for name, checks in notebooks.items():
-                yield from grade_notebook(checks, folder / name, student, workers)
+                yield from _grade_notebook(checks, folder / name, student, workers)
 
 
 def _folders_of_students(submitted: Path, assignment: str, names: set[str]) -> dict[str, Path]:
@@ -91,17 +91,17 @@ def _check(path: Path, mark: dict, source: str) -> Check:
         imported, statement = ast.parse(source).body
         [name], [answer] = imported.names, statement.value.args
         is_call = ast.unparse(statement.value.func) == name.name and isinstance(answer, ast.Name)
-        if not is_call or not imported.module.startswith(CHECKS):
+        if not is_call or not imported.module.startswith(_CHECKS):
             raise ValueError
         grader = getattr(importlib.import_module(imported.module), name.name)
     except (ValueError, AttributeError, SyntaxError, ImportError):
         raise ValueError(
-            f"{path}, cell {mark['grade_id']}: a check must be `from {CHECKS}chNN import check_x` and `check_x(my_x)`"
+            f"{path}, cell {mark['grade_id']}: a check must be `from {_CHECKS}chNN import check_x` and `check_x(my_x)`"
         ) from None
     return Check(mark["grade_id"], grader, answer.id, float(mark["points"]))
 
 
-def grade_notebook(checks: list[Check], path: Path, student: str, workers: Workers) -> Iterator[Points]:
+def _grade_notebook(checks: list[Check], path: Path, student: str, workers: Workers) -> Iterator[Points]:
     """Yield the points of one submitted notebook, which may not be there."""
     packed, missing = {}, "not handed in"
     if path.is_file():

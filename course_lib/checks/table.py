@@ -23,8 +23,8 @@ from course_lib.checks.watch import Cost, Each, agree, call, copied, difference,
 from course_lib.launch.limits import slowness
 
 Seen = list[list[dict]]  # of one answer: seen[case][rank] is {what: value}; without ranks there is one
-Spot = tuple[str, int, int]  # what, case, rank
-SAME_CALLS = "Does every rank of a group make the same calls in the same order?"
+_Spot = tuple[str, int, int]  # what, case, rank
+_SAME_CALLS = "Does every rank of a group make the same calls in the same order?"
 SAYS = {
     "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
     "other calls than send and recv": "only send and recv are allowed here",
@@ -132,7 +132,7 @@ def _beside_the_reference(ex: Exercise, answer, cases: list[tuple]) -> list[Seen
         text = str(failure)
         if "time limit: after " in text:
             places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
-            hang = ex.ranks if isinstance(ex.ranks, str) else SAME_CALLS
+            hang = ex.ranks if isinstance(ex.ranks, str) else _SAME_CALLS
             raise CheckFailed(
                 f"your ranks wait for each other for ever, until they are stopped. {hang}\n{places}"
             ) from None
@@ -227,22 +227,22 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
     return f"{told}: {why(*cases[case]) if callable(why) else why}" if why else told
 
 
-def _first_off(seen: Seen, want: Seen, spots: Iterable[Spot]) -> Spot | None:
+def _first_off(seen: Seen, want: Seen, spots: Iterable[_Spot]) -> _Spot | None:
     return next((spot for spot in spots if not _agree_at(seen, want, spot, within=True)), None)
 
 
-def _spots(want: Seen) -> Iterator[Spot]:
+def _spots(want: Seen) -> Iterator[_Spot]:
     """Every place of an observation; errors first, then in the order of the reference's."""
     names = dict.fromkeys(["error", *(what for case in want for seen in case for what in seen)])
     return ((what, c, r) for what in names for c, case in enumerate(want) for r in range(len(case)))
 
 
-def _at(seen: Seen, spot: Spot):
+def _at(seen: Seen, spot: _Spot):
     value = seen[spot[1]][spot[2]].get(spot[0])
     return value.partition("\n")[0] if spot[0] == "error" and value else value
 
 
-def _agree_at(got: Seen, want: Seen, spot: Spot, within: bool = False) -> bool:
+def _agree_at(got: Seen, want: Seen, spot: _Spot, within: bool = False) -> bool:
     return agree(_at(got, spot), _at(want, spot), within)
 
 

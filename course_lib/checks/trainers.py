@@ -69,7 +69,7 @@ def scaled(trainer: type, factor: Callable[[int, int], float], drops: bool = Tru
     return Scaled
 
 
-def last_alone(trainer: type) -> type:
+def _last_alone(trainer: type) -> type:
     """Return the trainer with the gradient of the last micro-batch alone."""
 
     class LastAlone(trainer):
@@ -98,8 +98,8 @@ def wrong_means(trainer: type) -> dict[str, type]:
         "the mean over micro-batches divided by their number again; divide by their number once": scaled(
             trainer, lambda ranks, parts: 1 / parts
         ),
-        "the last micro-batch alone; gradients must add up over the micro-batches": last_alone(trainer),
+        "the last micro-batch alone; gradients must add up over the micro-batches": _last_alone(trainer),
         "only the last micro-batch's part; gradients must add up over the micro-batches": scaled(
-            last_alone(trainer), lambda ranks, parts: 1 / parts
+            _last_alone(trainer), lambda ranks, parts: 1 / parts
         ),
     }

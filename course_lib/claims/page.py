@@ -8,7 +8,7 @@ from course_lib.claims.recompute import recompute, texts_of
 from course_lib.claims.record import TOPICS, VERDICTS, Claim, claims, claims_named
 from course_lib.validate import check_fields, checked
 
-LABELS = {"right": "Right", "right-if": "Right if", "wrong": "Wrong", "ambiguous": "It depends: right if"}
+_LABELS = {"right": "Right", "right-if": "Right if", "wrong": "Wrong", "ambiguous": "It depends: right if"}
 NAMES = {
     "network": "Links and collectives", "memory": "Memory", "throughput": "Speed and utilisation",
     "dp": "Data parallelism", "zero": "ZeRO", "tp": "Tensor parallelism", "sp": "Sequence parallelism",
@@ -23,16 +23,16 @@ Written by `make fmt` from course_lib/claims/ledger.toml; the numbers are comput
 """
 
 
-def verdict_of(claim: Claim) -> str:
+def _verdict_of(claim: Claim) -> str:
     """Return the verdict with its condition, as a sentence: "Right if the score matrices are saved for backward."""
-    return f"{LABELS[claim.verdict]} {claim.condition}".strip() + "."
+    return f"{_LABELS[claim.verdict]} {claim.condition}".strip() + "."
 
 
 def as_lines(claim: Claim) -> str:
     """Return what a terminal shows of a claim, in lines of at most 96 columns."""
     answer, say = texts_of(claim)
     chapter = f", chapter {', '.join(claim.chapters)}" if claim.chapters else ""
-    parts = [claim.claim, verdict_of(claim), f"Comes out: {answer}.", say, f"Source: {claim.source}."]
+    parts = [claim.claim, _verdict_of(claim), f"Comes out: {answer}.", say, f"Source: {claim.source}."]
     said = [fill(part, 96, initial_indent="    ", subsequent_indent="      ") for part in parts if part]
     return "\n".join([f"{claim.id}  {claim.topic}{chapter}", *said])
 
@@ -61,7 +61,7 @@ class Quiz:
 
     def _folded(self, number: int, claim: Claim) -> str:
         answer, say = texts_of(claim)
-        text = " ".join(filter(None, (verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
+        text = " ".join(filter(None, (_verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
         return f"<details><summary>{number}. {claim.claim}</summary>\n\n{text}\n</details>"
 
 
@@ -100,7 +100,7 @@ def claims_page() -> str:
             parts.append("| said | verdict | what comes out |\n|---|---|---|")
             for claim in conditional:
                 answer, say = texts_of(claim)
-                parts.append(_row(f"{claim.id}: {claim.claim}", verdict_of(claim), f"{answer}. {say}"))
+                parts.append(_row(f"{claim.id}: {claim.claim}", _verdict_of(claim), f"{answer}. {say}"))
             parts.append("")
         if right := claims(topic, "right"):
             parts += [f"Right: {_ids(right)}.", ""]

@@ -9,7 +9,7 @@ from course_lib.claims import formulas
 from course_lib.claims.record import Claim
 
 BOUND, RANGE = re.compile(r"(<=|>=|<|>) *(\S+)"), re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
-MEETS = {"<=": le, ">=": ge, "<": lt, ">": gt}
+_MEETS = {"<=": le, ">=": ge, "<": lt, ">": gt}
 TOLD = re.compile(r"\{(?:other\[)?(\w+)")  # names of values in a text
 
 
@@ -41,7 +41,7 @@ def meets(stated: object, value: object, tolerance: float) -> bool:
         return all(meets(stated, each, tolerance) for each in value)
     if isinstance(stated, str):
         if bound := BOUND.fullmatch(stated):
-            return MEETS[bound[1]](value, float(bound[2]))
+            return _MEETS[bound[1]](value, float(bound[2]))
         if limits := RANGE.fullmatch(stated):
             return float(limits[1]) * (1 - tolerance) <= value <= float(limits[2]) * (1 + tolerance)
     if isinstance(stated, str | bool) or isinstance(value, str | bool):

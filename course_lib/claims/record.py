@@ -10,7 +10,7 @@ from typing import Literal
 
 from course_lib.validate import Amount, check_fields, checked, one_of
 
-LEDGER = Path(__file__).with_name("ledger.toml")
+_LEDGER = Path(__file__).with_name("ledger.toml")
 VERDICTS = ("right", "right-if", "wrong", "ambiguous")
 TOPICS = {  # -> the chapter that answers it
     "network": "00", "memory": "01", "throughput": "02", "dp": "03", "zero": "04", "tp": "05", "sp": "06", "cp": "07",
@@ -71,7 +71,7 @@ class Claim:
 @cache
 def ledger() -> tuple[Claim, ...]:
     """Read all claims, in the order of their ids."""
-    rows = tomllib.loads(LEDGER.read_text(encoding="utf-8"))["claim"]
+    rows = tomllib.loads(_LEDGER.read_text(encoding="utf-8"))["claim"]
     return tuple(Claim(**row | {"where": tuple(row["where"])}) for row in rows)
 
 

@@ -54,18 +54,18 @@ def model_asked(text: str, seq_len: int) -> ModelConfig:
     Raises   ValueError as `read_model`
     """
     shape = read_model(text, seq_len)
-    tell_left_out({shape.config.name: shape})
+    _tell_left_out({shape.config.name: shape})
     return shape.config
 
 
 def models_asked(path: Path | None, seq_len: int) -> dict[str, ModelConfig]:
     """The models of a file by name; what their shapes leave out is told. No file: presets alone."""
     shapes = read_shapes(path, seq_len) if path is not None else {}
-    tell_left_out(shapes)
+    _tell_left_out(shapes)
     return {name: shape.config for name, shape in shapes.items()}
 
 
-def tell_left_out(shapes: dict[str, Shape]) -> None:
+def _tell_left_out(shapes: dict[str, Shape]) -> None:
     """On standard error, so that JSON stays JSON."""
     for name, shape in shapes.items():
         for sentence in shape.left_out.values():

@@ -29,7 +29,7 @@ from course_lib.cli.simulate import simulate
 from course_lib.cli.watch import watch
 from course_lib.train.options import Options
 
-DESCRIPTION = """How large language models are trained on many GPUs.
+_DESCRIPTION = """How large language models are trained on many GPUs.
 
 `course --version` tells the version. Completion by the shell: source <(course --tyro-print-completion bash)
 """
@@ -158,7 +158,7 @@ def _read(argv: list[str]) -> Callable[[], int]:
     app = SubcommandApp()
     for name, command in COMMANDS.items():
         app.command(_later(command), name=name)
-    read = partial(app.cli, prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+    read = partial(app.cli, prog="course", description=_DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
     try:
         with redirect_stderr(io.StringIO()):
             return read()

@@ -24,7 +24,7 @@ from course_lib.training import data, loss_of
 CONFIG = PRESETS["toy"]
 BATCH_SIZE, SEQ_LEN, LEARNING_RATE = 8, 64, 3e-3
 BUCKET_BYTES = 2**18  # smaller than the default, so that the tiny model has several
-EQUAL = 1e-10  # largest difference of gradients that rounding in float64 explains
+_EQUAL = 1e-10  # largest difference of gradients that rounding in float64 explains
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def one_process(steps: int) -> Run:
     return Run(losses, gradients_P, sent_bytes=[0] * steps)
 
 
-def one_rank_of_several(steps: int) -> Run:
+def _one_rank_of_several(steps: int) -> Run:
     """The same with the from-scratch engine of chapter 03, on this rank's share of each batch."""
     group = dist.group.WORLD
     llama, optimizer, tokens_T = _model_and_text()
@@ -106,12 +106,12 @@ def compare(reference: Run, runs: Sequence[Run]) -> Row:
 
 
 def agrees(row: Row) -> bool:
-    return row.gradient_difference < EQUAL and row.measured_bytes == row.formula_bytes
+    return row.gradient_difference < _EQUAL and row.measured_bytes == row.formula_bytes
 
 
-def shown_difference(row: Row) -> str:
+def _shown_difference(row: Row) -> str:
     """What rounding explains is not shown: its digits differ from machine to machine."""
-    return f"<{EQUAL:g}" if row.gradient_difference < EQUAL else f"{row.gradient_difference:.1e}"
+    return f"<{_EQUAL:g}" if row.gradient_difference < _EQUAL else f"{row.gradient_difference:.1e}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -122,7 +122,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"{row.ranks:>5}{row.first_loss:>11.6f}{row.last_loss:>11.6f}{shown_difference(row):>16}"
+            f"{row.ranks:>5}{row.first_loss:>11.6f}{row.last_loss:>11.6f}{_shown_difference(row):>16}"
             f"{row.measured_bytes / 1e6:>21.6f}{row.formula_bytes / 1e6:>14.6f}"
         )
     return "\n".join(lines)
@@ -131,7 +131,7 @@ def table(rows: Sequence[Row]) -> str:
 def measured_rows(ranks: Sequence[int] = (2, 4), steps: int = 20) -> list[Row]:
     """Train by one process and by each number of ranks; return a row for each."""
     reference = launch(one_process, 1, steps, quiet=True)
-    results: list[Results] = [reference, *(launch(one_rank_of_several, size, steps, quiet=True) for size in ranks)]
+    results: list[Results] = [reference, *(launch(_one_rank_of_several, size, steps, quiet=True) for size in ranks)]
     return [compare(reference[0], runs) for runs in results]
 
 
@@ -143,7 +143,7 @@ def demo(ranks: Sequence[int] = (2, 4), steps: int = 20) -> int:
     rows = measured_rows(ranks, steps)
     print(table(rows))
     right = all(agrees(row) for row in rows)
-    print("Formula == Run: every row agrees." if right else f"NOT equal: differences must be below {EQUAL:g}.")
+    print("Formula == Run: every row agrees." if right else f"NOT equal: differences must be below {_EQUAL:g}.")
     print(
         f"{time.perf_counter() - start_s:.0f} s. What happened in between is chapter 03; `make lab` opens the course."
     )

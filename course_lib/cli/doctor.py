@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from course_lib.launch import RankError, launch, usable_memory
 
-PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
-LAUNCH_SECONDS = 60.0
+_PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
+_LAUNCH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -30,42 +30,42 @@ class Chapter:
     needs: tuple[str, ...] = ()
 
 
-TRANSFORMERS = ("transformers",)
-ON_GPUS = "each rank computes on its own, through NCCL"
+_TRANSFORMERS = ("transformers",)
+_ON_GPUS = "each rank computes on its own, through NCCL"
 ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 4, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
-    Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo ask for it"),
+    Chapter("00_ranks_and_collectives", 4, 2 << 30, f"{_ON_GPUS}; launches that look at gloo itself ask for it"),
+    Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{_ON_GPUS}; launches that look at gloo ask for it"),
     Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, two look at its allocator", TRANSFORMERS),
+    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, two look at its allocator", _TRANSFORMERS),
     Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02c_fine_tuning", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),
-    Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; a step is traced on the CPU"),
-    Chapter("03_data_parallel_in_depth", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
-    Chapter("04_zero", 4, 2 << 30, ON_GPUS),
-    Chapter("04_zero_in_depth", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU", TRANSFORMERS),
-    Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("05_tensor_parallel_in_depth", 4, 2 << 30, ON_GPUS),
-    Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("06_sequence_parallel_in_depth", 4, 2 << 30, ON_GPUS),
-    Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("07_context_parallel_in_depth", 4, 2 << 30, ON_GPUS),
-    Chapter("08_pipeline_parallel", 4, 2 << 30, f"{ON_GPUS}; pipelines written by hand stay on the CPU"),
-    Chapter("08_pipeline_parallel_in_depth", 4, 2 << 30, ON_GPUS),
-    Chapter("09a_mixture_of_experts", 1, 2 << 30, "the notebook computes on the CPU", TRANSFORMERS),
-    Chapter("09b_expert_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("03_data_parallel", 4, 2 << 30, f"{_ON_GPUS}; a step is traced on the CPU"),
+    Chapter("03_data_parallel_in_depth", 4, 2 << 30, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU"),
+    Chapter("04_zero", 4, 2 << 30, _ON_GPUS),
+    Chapter("04_zero_in_depth", 4, 2 << 30, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU", _TRANSFORMERS),
+    Chapter("05_tensor_parallel", 4, 2 << 30, _ON_GPUS),
+    Chapter("05_tensor_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
+    Chapter("06_sequence_parallel", 4, 2 << 30, _ON_GPUS),
+    Chapter("06_sequence_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
+    Chapter("07_context_parallel", 4, 2 << 30, _ON_GPUS),
+    Chapter("07_context_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
+    Chapter("08_pipeline_parallel", 4, 2 << 30, f"{_ON_GPUS}; pipelines written by hand stay on the CPU"),
+    Chapter("08_pipeline_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
+    Chapter("09a_mixture_of_experts", 1, 2 << 30, "the notebook computes on the CPU", _TRANSFORMERS),
+    Chapter("09b_expert_parallel", 4, 2 << 30, _ON_GPUS),
     Chapter(
         "09_expert_parallel_in_depth",
         4,
         2 << 30,
-        f"{ON_GPUS}; what the notebook trains itself stays on the CPU",
-        TRANSFORMERS,
+        f"{_ON_GPUS}; what the notebook trains itself stays on the CPU",
+        _TRANSFORMERS,
     ),
-    Chapter("10_five_d", 16, 4 << 30, ON_GPUS),
-    Chapter("10_five_d_in_depth", 8, 2 << 30, ON_GPUS),
-    Chapter("11_finding_a_configuration", 4, 2 << 30, ON_GPUS),
+    Chapter("10_five_d", 16, 4 << 30, _ON_GPUS),
+    Chapter("10_five_d_in_depth", 8, 2 << 30, _ON_GPUS),
+    Chapter("11_finding_a_configuration", 4, 2 << 30, _ON_GPUS),
     Chapter("11_finding_a_configuration_in_depth", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("12_on_a_cluster", 4, 2 << 30, "ranks stay on the CPU, where their waits are measured"),
     Chapter("12_on_a_cluster_in_depth", 4, 2 << 30, "broken runs stay on the CPU, where gloo's errors are shown"),
@@ -96,7 +96,7 @@ def look_at_machine() -> Machine:
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: _version(name) for name in _PACKAGES},
         cores=_usable_cores(),
         memory_bytes=memory_bytes,
         available_bytes=available_bytes,
@@ -135,7 +135,7 @@ def _sum_of_ranks() -> int:
 
 def _try_launch() -> tuple[float | None, str | None, str]:
     try:
-        results = launch(_sum_of_ranks, 2, timeout=LAUNCH_SECONDS, quiet=True)
+        results = launch(_sum_of_ranks, 2, timeout=_LAUNCH_SECONDS, quiet=True)
     except (RankError, ValueError, OSError) as error:
         return None, None, str(error)
     wrong = "" if list(results) == [3, 3] else f"two ranks summed 1 + 2 to {list(results)}"

@@ -13,8 +13,8 @@ from course_lib.validate import number, writable
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TIMEOUT_S = 1_000_000
-FOLDERS = ("notebooks", "exercises", "solutions")
-TO_SOLUTIONS = re.compile(rb" \xc2\xb7 \[Solutions\]\(\.\./solutions/\w+\.ipynb\)")  # at the end of a line of links
+_FOLDERS = ("notebooks", "exercises", "solutions")
+_TO_SOLUTIONS = re.compile(rb" \xc2\xb7 \[Solutions\]\(\.\./solutions/\w+\.ipynb\)")  # at the end of a line of links
 
 
 def find_notebook(name: str, root: Path | None = None) -> Path:
@@ -103,7 +103,7 @@ def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str
 def course_notebooks() -> dict[str, Path]:
     """The notebooks that come with the course, by their place in it: of a clone, or as the wheel installed them."""
     if (ROOT / "pyproject.toml").is_file():
-        files = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.ipynb")]
+        files = [path for folder in _FOLDERS for path in (ROOT / folder).glob("*.ipynb")]
     else:
         installed = importlib.metadata.files("course-lib") or []
         files = [Path(path.locate()) for path in installed if path.suffix == ".ipynb"]
@@ -122,7 +122,7 @@ def new_course(folder: Path, force: bool, with_solutions: bool) -> int:
         if not with_solutions:
             if name.startswith("solutions/"):
                 continue
-            text = TO_SOLUTIONS.sub(b"", text)
+            text = _TO_SOLUTIONS.sub(b"", text)
         target = folder / name
         if target.exists() and not force and target.read_bytes() != text:
             kept += [name] if _cells(target.read_bytes()) != _cells(text) else []

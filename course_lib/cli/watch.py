@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from course_lib.validate import number
 
-CLEAR = "\033[H\033[J"  # the cursor to the first line, and all below it away
+_CLEAR = "\033[H\033[J"  # the cursor to the first line, and all below it away
 
 
 def watch(folder: Positional[Path], once: bool = False, json: bool = False, every: float = 2.0) -> int:
@@ -28,7 +28,7 @@ def watch(folder: Positional[Path], once: bool = False, json: bool = False, ever
     while True:
         run = look(folder)
         text = as_json.dumps(asdict(run)) if json else "\n".join(table(run))
-        clear = CLEAR if sys.stdout.isatty() and not (once or json) else ""
+        clear = _CLEAR if sys.stdout.isatty() and not (once or json) else ""
         print(clear + text, flush=True)
         if once or run.ended:
             return 0

@@ -20,7 +20,7 @@ from course_lib.launch.rendezvous import end_script, join_world, place_of
 from course_lib.layout import Layout
 
 
-def run_check(options: Check) -> int:
+def _run_check(options: Check) -> int:
     """Join the world that started this process, measure, print on rank 0; 0 if nothing is wrong, otherwise 1."""
     place = place_of(os.environ)
     layout = Layout.parse(options.layout or f"dp={place.world_size}")
@@ -34,14 +34,14 @@ def run_check(options: Check) -> int:
     on_gpu = rank_device().type == "cuda"
     probe = probe_for(layout, rank_device(), options.folder and str(options.folder), options.message_mb)
     limits = Limits(slower_than=options.slower_than or (1.3 if on_gpu else 3.0))  # CPU ranks share cores
-    report = check_cluster(probe, limits, cluster_here(between, place.local_world_size))
+    report = check_cluster(probe, limits, _cluster_here(between, place.local_world_size))
     if dist.get_rank() == 0:
         print(json.dumps(report.to_dict(), indent=2) if options.json else f"{report.table()}\n{report.verdict}")
     dist.barrier()
     return 1 if report.faults else 0
 
 
-def cluster_here(between, gpus_per_node: int) -> Cluster | None:
+def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
     """The links that this machine's GPUs should have; None on a CPU, whose loopback no table has."""
     import torch
 
@@ -55,7 +55,7 @@ def cluster_here(between, gpus_per_node: int) -> Cluster | None:
 def run_as_script(options: Check | None = None) -> NoReturn:
     """Check, and end this process with the exit code; without options they are read from the command line."""
     try:
-        code = run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
+        code = _run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
     except ValueError as error:
         print(f"course_lib.cluster: {error}", file=sys.stderr)
         code = 2

@@ -9,7 +9,7 @@ from course_lib.validate import checked
 
 # Why a GPU is slower than it could be, where that is a fault. A power cap is none: under load a GPU is at its cap.
 # Source: nvml.h, nvmlClocksEventReason*
-SLOWED_BY = {
+_SLOWED_BY = {
     0x08: "slowed by its hardware (heat or power)",
     0x20: "slowed by its driver (heat)",
     0x40: "slowed by its hardware (heat)",
@@ -55,7 +55,7 @@ def ask_nvml(uuid: str) -> dict | None:
             "ecc_errors": told(
                 nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
-            "slowed_by": [text for bit, text in SLOWED_BY.items() if reasons & bit],
+            "slowed_by": [text for bit, text in _SLOWED_BY.items() if reasons & bit],
         }
     except nvml.NVMLError:  # a slice of a GPU, whose id NVML takes for none
         return None

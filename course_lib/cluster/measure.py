@@ -30,7 +30,7 @@ from course_lib.layout.mesh import AXES
 from course_lib.training.loop import wait_for
 from course_lib.validate import Size, check_fields, checked
 
-CLOCK_ROUNDS = 10
+_CLOCK_ROUNDS = 10
 SHARED_WAIT_S = 5.0  # how long a network file system may take to show what another node has written
 MB = 10**6
 
@@ -89,13 +89,13 @@ def measure(probe: Probe) -> dict:
         "device": device_name(),
         "backend": dist.get_backend(),
         "versions": versions(),
-        "folder": see_shared_folder(probe.folder),
-        "clock": clock_offset(),
-        "compute_s": compute_seconds(probe),
+        "folder": _see_shared_folder(probe.folder),
+        "clock": _clock_offset(),
+        "compute_s": _compute_seconds(probe),
         "flops": 2 * probe.width**3,
         "gpu": look_at_gpu(rank_device()),  # now that it is warm
-        "links": link_seconds(probe, pairs_of(dist.get_world_size(), of_node)),
-        "collectives": {axis: collective_seconds(groups.by_axis[axis], probe) for axis in axes},
+        "links": _link_seconds(probe, pairs_of(dist.get_world_size(), of_node)),
+        "collectives": {axis: _collective_seconds(groups.by_axis[axis], probe) for axis in axes},
     }
 
 
@@ -129,7 +129,7 @@ def versions() -> dict[str, str]:
 # --- computing
 
 
-def compute_seconds(probe: Probe) -> list[float]:
+def _compute_seconds(probe: Probe) -> list[float]:
     """Of one multiplication of two matrices, all ranks at once: in BF16 on a GPU, in FP32 on the CPU."""
     device = rank_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -158,7 +158,7 @@ def timed(work: Callable[[], object], rounds: int, group: dist.ProcessGroup | No
 # --- collectives and links
 
 
-def collective_seconds(group: dist.ProcessGroup, probe: Probe) -> dict:
+def _collective_seconds(group: dist.ProcessGroup, probe: Probe) -> dict:
     """Seconds of each collective of one group, round by round; payloads as timing/collectives.py counts."""
     size = group.size()
     numel = max(1, probe.message_bytes // 4 // size) * size
@@ -201,7 +201,7 @@ def phases_of(pairs: list) -> list[list[tuple[int, int]]]:
     return phases
 
 
-def link_seconds(probe: Probe, pairs: list[tuple[int, int]]) -> dict[str, list[float]]:
+def _link_seconds(probe: Probe, pairs: list[tuple[int, int]]) -> dict[str, list[float]]:
     """Seconds of a message, half of there and back, of each pair whose lower rank this is: "0-1" -> round by round."""
     rank, world = dist.get_rank(), dist.group.WORLD
     x = torch.ones(max(1, probe.message_bytes // 4), device=rank_device())
@@ -233,7 +233,7 @@ def now() -> float:
     return time.time()
 
 
-def clock_offset() -> dict | None:
+def _clock_offset() -> dict | None:
     """How far this host's clock is ahead of rank 0's, by a message there and back; None but on a host's first rank.
 
     The answer was given between sending and receiving: half of the way there and back is the most that it is wrong by.
@@ -245,15 +245,15 @@ def clock_offset() -> dict | None:
     found = None
     for first in firsts:
         if rank == first:
-            found = min((ask_clock(second, 0) for _ in range(CLOCK_ROUNDS)), key=lambda one: one["error_s"])
+            found = min((_ask_clock(second, 0) for _ in range(_CLOCK_ROUNDS)), key=lambda one: one["error_s"])
         elif rank == 0:
-            for _ in range(CLOCK_ROUNDS):
+            for _ in range(_CLOCK_ROUNDS):
                 comm.recv(second, first, world)
                 comm.send(torch.full_like(second, now()), first, world)
     return found
 
 
-def ask_clock(second: torch.Tensor, of: int) -> dict:
+def _ask_clock(second: torch.Tensor, of: int) -> dict:
     sent_at = now()
     comm.send(second, of, dist.group.WORLD)
     theirs = comm.recv(second, of, dist.group.WORLD).item()
@@ -261,7 +261,7 @@ def ask_clock(second: torch.Tensor, of: int) -> dict:
     return {"offset_s": (sent_at + got_at) / 2 - theirs, "error_s": (got_at - sent_at) / 2}
 
 
-def see_shared_folder(folder: str | None) -> dict | None:
+def _see_shared_folder(folder: str | None) -> dict | None:
     """Rank 0 writes a file, all look for it: what each sees. None if no folder is asked for.
 
     Raises   ValueError on every rank if rank 0 cannot write there
@@ -269,7 +269,7 @@ def see_shared_folder(folder: str | None) -> dict | None:
     rank, world = dist.get_rank(), dist.group.WORLD
     told = {}
     if rank == 0 and folder is not None:
-        told = write_note(Path(folder))
+        told = _write_note(Path(folder))
     told = comm.all_gather_json(told, world)[0]
     if "refused" in told:
         raise ValueError(f"rank 0 cannot write into {told['refused']}; give a folder that all nodes see with --folder")
@@ -280,7 +280,7 @@ def see_shared_folder(folder: str | None) -> dict | None:
     return seen
 
 
-def write_note(folder: Path) -> dict[str, str]:
+def _write_note(folder: Path) -> dict[str, str]:
     """Write a file with a text that nobody can guess; its name and its text, or why not."""
     text = os.urandom(16).hex()
     path = folder / f".course-check-{text[:8]}"

@@ -31,7 +31,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     Bytes    sent per rank: 2 (G - 1) / G * x.nbytes
     Raises   ValueError if x is not contiguous, or op is unknown
     """
-    check_sendable(x, group, "all_reduce")
+    _check_sendable(x, group, "all_reduce")
     result = x.clone()
     all_reduce_(result, group, op)
     return result
@@ -43,7 +43,7 @@ def all_reduce_(x: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: 
     Bytes    sent per rank: 2 (G - 1) / G * x.nbytes
     Raises   ValueError if x is not contiguous, op is unknown, or a mean is asked for with async_op
     """
-    check_sendable(x, group, "all_reduce")
+    _check_sendable(x, group, "all_reduce")
     if op == "mean" and async_op:
         raise ValueError('op "mean" cannot be asynchronous; use op="sum", wait, then divide by the size of the group')
     work = dist.all_reduce(x, _op(op, x), group=group, async_op=async_op)
@@ -57,7 +57,7 @@ def reduce(x: Tensor, dst: int, group: dist.ProcessGroup, op: str = "sum") -> Te
 
     Bytes    sent per rank: x.nbytes, and 0 by dst
     """
-    check_sendable(x, group, "reduce")
+    _check_sendable(x, group, "reduce")
     result = x.clone()
     dist.reduce(result, group_dst=_peer(dst, group), op=_op(op, x), group=group)
     if dist.get_rank(group) != dst:
@@ -72,7 +72,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     Raises   ValueError if x is not contiguous, or its rows do not divide by G
     """
     size = dist.get_world_size(group)
-    check_sendable(x, group, "reduce_scatter")
+    _check_sendable(x, group, "reduce_scatter")
     _check_rows(x, size, "reduce_scatter")
     piece = x.new_empty(x.shape[0] // size, *x.shape[1:])
     reduce_scatter_single(piece, x, _op(op, x), group=group)
@@ -97,7 +97,7 @@ def all_gather(x_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     Raises   ValueError if x_shard is not contiguous or has no dimension
     """
     size = dist.get_world_size(group)
-    check_sendable(x_shard, group, "all_gather")
+    _check_sendable(x_shard, group, "all_gather")
     _check_rows(x_shard, 1, "all_gather")
     whole = x_shard.new_empty(x_shard.shape[0] * size, *x_shard.shape[1:])
     all_gather_single(whole, x_shard, group=group)
@@ -121,7 +121,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
 
     Bytes    sent per rank: x.nbytes, and 0 by the last rank of the chain, the one before src
     """
-    check_sendable(x, group, "broadcast")
+    _check_sendable(x, group, "broadcast")
     result = x.clone()
     dist.broadcast(result, group_src=_peer(src, group), group=group)
     return result
@@ -132,7 +132,7 @@ def gather(x_shard: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None
 
     Bytes    sent per rank: x_shard.nbytes, and 0 by dst
     """
-    check_sendable(x_shard, group, "gather")
+    _check_sendable(x_shard, group, "gather")
     _check_rows(x_shard, 1, "gather")
     shards = None
     if dist.get_rank(group) == _peer(dst, group):
@@ -147,7 +147,7 @@ def scatter(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     Bytes    sent per rank: (G - 1) / G * x.nbytes by src, 0 by the others
     """
     size = dist.get_world_size(group)
-    check_sendable(x, group, "scatter")
+    _check_sendable(x, group, "scatter")
     _check_rows(x, size, "scatter")
     piece = x.new_empty(x.shape[0] // size, *x.shape[1:])
     pieces = list(x.chunk(size)) if dist.get_rank(group) == _peer(src, group) else None
@@ -165,7 +165,7 @@ def all_to_all(
     Raises   ValueError if the rows do not divide by G, or the lists do not add up
     """
     size = dist.get_world_size(group)
-    check_sendable(x, group, "all_to_all")
+    _check_sendable(x, group, "all_to_all")
     if (sent_rows is None) != (received_rows is None):
         raise ValueError("all_to_all got one of sent_rows and received_rows; give both, or neither for equal pieces")
     if sent_rows is None:
@@ -187,7 +187,7 @@ def send(x: Tensor, dst: int, group: dist.ProcessGroup) -> None:
 
     Bytes    sent: x.nbytes
     """
-    check_sendable(x, group, "send")
+    _check_sendable(x, group, "send")
     dist.send(x, group_dst=_peer(dst, group, other=True), group=group)
 
 
@@ -197,7 +197,7 @@ def recv(like: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     Bytes    sent: 0
     """
     received = torch.empty_like(like, memory_format=torch.contiguous_format)
-    check_sendable(received, group, "recv")
+    _check_sendable(received, group, "recv")
     dist.recv(received, group_src=_peer(src, group, other=True), group=group)
     return received
 
@@ -214,7 +214,7 @@ def pass_on(outgoing: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
     Both are under way at once. If everybody first sent and then received, everybody could wait for ever.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    check_sendable(outgoing, group, "pass_on")
+    _check_sendable(outgoing, group, "pass_on")
     incoming = torch.empty_like(like)
     to_right = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + 1) % size)
     from_left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size)
@@ -233,7 +233,7 @@ def check_point_to_point(device: torch.device, group: dist.ProcessGroup, name: s
         )
 
 
-def check_sendable(x: Tensor, group: dist.ProcessGroup, name: str) -> None:
+def _check_sendable(x: Tensor, group: dist.ProcessGroup, name: str) -> None:
     """Refuse what gloo would send wrongly without a word: a tensor that is not contiguous, or no group."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
@@ -256,8 +256,8 @@ def _check_rows(x: Tensor, size: int, name: str) -> None:
 
 
 def _check_pair(piece: Tensor, whole: Tensor, group: dist.ProcessGroup, name: str) -> None:
-    check_sendable(piece, group, name)
-    check_sendable(whole, group, name)
+    _check_sendable(piece, group, name)
+    _check_sendable(whole, group, name)
     size = dist.get_world_size(group)
     fits = piece.dim() > 0 and whole.shape == (piece.shape[0] * size, *piece.shape[1:])
     if not fits or piece.dtype != whole.dtype:

@@ -19,7 +19,7 @@ DTYPES = {
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
                   torch.bool)
 }  # fmt: skip
-MAX_BYTES = 1 << 34  # of one rank: more is a mistake, or comes from somebody who is no rank
+_MAX_BYTES = 1 << 34  # of one rank: more is a mistake, or comes from somebody who is no rank
 
 
 def all_gather_json(value: object, group: dist.ProcessGroup) -> list:
@@ -77,9 +77,9 @@ def _all_gather_raw(raw_P: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     device = device_of(group)
     with torch.device("cpu"):
         lengths = all_gather(torch.tensor([len(raw_P)], device=device), group).tolist()
-        if not 0 <= max(lengths) <= MAX_BYTES or min(lengths) < 0:
+        if not 0 <= max(lengths) <= _MAX_BYTES or min(lengths) < 0:
             raise ValueError(
-                f"ranks announced messages of {lengths} bytes; at most {MAX_BYTES:,} are taken: do all ranks call the "
+                f"ranks announced messages of {lengths} bytes; at most {_MAX_BYTES:,} are taken: do all ranks call the "
                 "same function?"
             )
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)

@@ -55,7 +55,7 @@ TECHNIQUES = {
     "pipeline": Technique(parallel_pipeline, native_pipeline, micro_batches=4),  # 1F1B, one stage a rank
     "expert": Technique(parallel_expert, native_expert, preset="mini-moe"),  # experts over all ranks
 }
-LOWEST_RATIO = 0.9  # what `--check` asks for
+_LOWEST_RATIO = 0.9  # what `--check` asks for
 ROUNDS = 30
 WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
 
@@ -130,4 +130,4 @@ def main(as_json: bool = False, check: bool = False, rounds: int = ROUNDS) -> in
     """Prints the records; with `check`, 1 if a ratio is below LOWEST_RATIO, otherwise 0."""
     records = bench(rounds=rounds)
     print(json.dumps(records, indent=2) if as_json else table(records))
-    return 1 if check and min(record["ratio"] for record in records) < LOWEST_RATIO else 0
+    return 1 if check and min(record["ratio"] for record in records) < _LOWEST_RATIO else 0

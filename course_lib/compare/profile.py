@@ -139,7 +139,7 @@ def profile_steps(
     """
     name = recipe_of(recipe).name
     model = build(config, dtype=precision_named(name).param_dtype, attention=attention, recompute=recompute)
-    chosen = build_optimizer(model, name, optimizer)
+    chosen = _build_optimizer(model, name, optimizer)
     text_T = tokens(max(_TOKENS, batch_size * seq_len * (steps + 1)))
     with MemoryTracker(model, chosen) as tracker:
         for index in range(steps):
@@ -178,7 +178,7 @@ def profile_step(
     return Comparison(what, (tuple(rows),), time.perf_counter() - start_s, timeline)
 
 
-def build_optimizer(model: nn.Module, recipe_name: str, optimizer: str) -> torch.optim.Optimizer:
+def _build_optimizer(model: nn.Module, recipe_name: str, optimizer: str) -> torch.optim.Optimizer:
     """The optimizer of that name; with FP32 master weights there is AdamW alone.
 
     Raises   ValueError naming what can be run

@@ -22,7 +22,7 @@ from course_lib.measure import ByteMeter, Timeline
 from course_lib.span import Span
 from course_lib.validate import Size, checked
 
-TIME_LIMIT_S = 60.0  # a trial takes seconds
+_TIME_LIMIT_S = 60.0  # a trial takes seconds
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def on_ranks(
     trial     one of trials.py: trial(record, program, **options) is called in each rank
     backend   "gloo" keeps the ranks on the CPU
     """
-    where = {"backend": backend, "timeout": TIME_LIMIT_S, "quiet": backend == "gloo"}
+    where = {"backend": backend, "timeout": _TIME_LIMIT_S, "quiet": backend == "gloo"}
     return Records(list(launch(_on_a_rank, world_size, trial, program, options, **where)))
 
 

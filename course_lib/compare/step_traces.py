@@ -16,7 +16,7 @@ from course_lib.model import gpt, llama
 from course_lib.train import Logs, TrainPlan, trainer
 from course_lib.validate import Amount, Size, checked
 
-RECORDED = 3  # two steps warm up, the third counts the collectives
+_RECORDED = 3  # two steps warm up, the third counts the collectives
 
 
 @checked
@@ -36,8 +36,8 @@ def trace_ranks(
     if layout.world_size > MOST_RANKS:
         raise ValueError(f"the layout has {layout.world_size} ranks, and one machine traces at most {MOST_RANKS}")
     layout.check_model(config, seq_len)
-    logs = Logs(str(Path(folder).resolve()), trace=RECORDED)
-    arguments = config, layout, TrainPlan(steps=RECORDED + 1, seq_len=seq_len), None, logs
+    logs = Logs(str(Path(folder).resolve()), trace=_RECORDED)
+    arguments = config, layout, TrainPlan(steps=_RECORDED + 1, seq_len=seq_len), None, logs
     launch(_train_slowly, layout.world_size, slow or {}, *arguments, quiet=True)
     return read_traces(Path(folder) / "trace")
 

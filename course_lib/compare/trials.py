@@ -296,7 +296,7 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # --- sequences that are cut
 
 HEADS, HEAD_DIM = (8, 4, 4), 8  # of queries, keys, values
-READINGS = 8  # of bytes: gloo lets go of a sent buffer a moment after the message is done, so the least counts
+_READINGS = 8  # of bytes: gloo lets go of a sent buffer a moment after the message is done, so the least counts
 
 
 def as_attention(record: Record, attend: Callable, my_tokens: int = 64, cut: Callable = contiguous) -> None:
@@ -322,7 +322,7 @@ def as_attention(record: Record, attend: Callable, my_tokens: int = 64, cut: Cal
     for name, shard, whole in zip(("dq", "dk", "dv"), shards, full, strict=True):
         record.match_gradient(name, shard.grad, whole.grad[:, :, mine_s])
     readings = []
-    for _ in range(READINGS):
+    for _ in range(_READINGS):
         halves = [x.detach().float().requires_grad_() for x in shards]
         with MemoryTracker(nn.Linear(1, 1)) as tracker:
             out = attend(*halves, where, group)
@@ -493,7 +493,7 @@ def rows_between(run: Sequence[Record]) -> list[list[int]]:
 _MOE = preset("toy-moe")
 _SIZES = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 AXES_CONFIG = replace(_MOE, name="small-moe", moe=replace(_MOE.moe, d_expert=16), **_SIZES)
-AXES_SEQ_LEN = 32
+_AXES_SEQ_LEN = 32
 
 
 def as_rule_of_sums(record: Record, axes_of: Callable, layout: str, steps: int = 0) -> None:
@@ -524,7 +524,7 @@ def as_rule_of_sums(record: Record, axes_of: Callable, layout: str, steps: int =
 
 def _rows_of(layout: Layout, dp_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
     """This dp rank's micro-batches of one sequence; the global batch is the same for every layout of as many."""
-    x_BS, y_BS = batch(tokens(100_000), step, layout.sequences_per_step, AXES_SEQ_LEN)
+    x_BS, y_BS = batch(tokens(100_000), step, layout.sequences_per_step, _AXES_SEQ_LEN)
     rows = [layout.dp * index + dp_rank for index in range(layout.micro_batches)]
     return [(x_BS[row : row + 1], y_BS[row : row + 1]) for row in rows]
 

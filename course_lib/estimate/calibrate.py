@@ -24,7 +24,7 @@ HELD = 0.02  # of a step's error weighs as much as a factor of e away from 1
 STARTS = (0.0, -1.0)  # logarithms of a link's factor from which the search begins
 BOUNDS = (0.1, 4.0)  # of a factor
 STEP_S = (1e-6, 1e6)  # of an optimizer step: no cluster takes less or more
-WARM_UP_STEPS = 3  # of a log: caches, compilation
+_WARM_UP_STEPS = 3  # of a log: caches, compilation
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def _told_step_s(row: Mapping[str, str], tokens_a_step: float, folder: Path) -> 
     if not path.is_file():
         raise ValueError(f"there is no log {path}; give the trainer's file of JSON lines")
     lines = json_lines(path.read_text(encoding="utf-8", errors="replace"))
-    seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_STEPS:]
+    seconds = [line["seconds"] for line in lines if "seconds" in line][_WARM_UP_STEPS:]
     if not seconds:
-        raise ValueError(f"{path} has no step after the first {WARM_UP_STEPS}; let the run take more")
+        raise ValueError(f"{path} has no step after the first {_WARM_UP_STEPS}; let the run take more")
     for value in seconds:
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{path} has {show(value)} seconds in a line; give a log that the trainer wrote")

@@ -46,7 +46,7 @@ class Spread:
 
 # From benchmarks/errors.py --fit-rates: measured runs of nanotron on EFA, and published runs of other engines. A run on
 # 80 GB is a bound: it needed no more. On 64 nodes all pipelines waited, as the clock says; on fewer only some did.
-SPREAD: dict[tuple[str, str], Spread] = {
+_SPREAD: dict[tuple[str, str], Spread] = {
     ("measured network", "one stage"): Spread((0.88, 1.16), (0.70, 1.45)),
     ("measured network", "one stage, 64 nodes"): Spread((0.66, 1.10), (0.70, 4.05)),
     ("measured network", "pipeline"): Spread((0.90, 1.13), (0.35, 1.23)),
@@ -55,7 +55,7 @@ SPREAD: dict[tuple[str, str], Spread] = {
     ("other", "one stage"): Spread((0.95, 1.06), (0.88, 1.15)),
     ("other", "pipeline"): Spread((0.80, 1.26), (0.88, 1.20)),
 }
-MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of them the more nodes
+_MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of them the more nodes
 
 
 @dataclass(frozen=True)
@@ -247,34 +247,34 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
         causal_mfu=time.causal_mfu,
         hfu=hfu(counted + repeated, *gpus),
         usable_bytes=float(cluster.gpu.usable_bytes),
-        spread=spread_of(run, cluster, engine),
+        spread=_spread_of(run, cluster, engine),
         note=_note(run, cluster),
         gb=engine.log_unit,
         log_reserved=engine.log_reserved,
     )
 
 
-def spread_of(run: Run, cluster: Cluster, engine: Engine) -> Spread:
+def _spread_of(run: Run, cluster: Cluster, engine: Engine) -> Spread:
     """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too.
 
     The memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue.
     """
     kind = "one stage" if run.layout.pp == 1 else "pipeline"
-    other = SPREAD["other", kind]
+    other = _SPREAD["other", kind]
     if not cluster.between.by_nodes:
         return other
     nodes = run.layout.world_size / cluster.gpus_per_node
     if nodes >= MOST_NODES:
         kind += ", 64 nodes"
-    elif nodes >= MANY_NODES and kind == "pipeline":
+    elif nodes >= _MANY_NODES and kind == "pipeline":
         kind += ", 16 to 63 nodes"
-    there = SPREAD["measured network", kind]
+    there = _SPREAD["measured network", kind]
     return there if engine.queued_tensors else Spread(other.memory, there.speed)
 
 
 def _note(run: Run, cluster: Cluster) -> str:
     nodes = run.layout.world_size / cluster.gpus_per_node
-    if not cluster.between.by_nodes or nodes < MANY_NODES:
+    if not cluster.between.by_nodes or nodes < _MANY_NODES:
         return ""
     if run.layout.pp > 1:
         return "of measured pipelines on 16 to 64 nodes of this network many ran 5 to 10 times slower"

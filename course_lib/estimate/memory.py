@@ -16,13 +16,13 @@ from course_lib.timing.layer import runs_ahead, stages_of
 from course_lib.timing.rates import Rates
 from course_lib.timing.step import StepTime
 
-RESERVE = "allocator's reserve"
+_RESERVE = "allocator's reserve"
 NO_TENSORS = "no tensor"  # CUDA's context, cuBLAS, NCCL's buffers
 # Of the memory: with more, over nodes, the allocator gives back what nobody holds, and nothing is queued.
-CROWDED_SHARE = 0.93
-SENT_OF_LAYER = 2  # tensors of a whole sequence that a layer sends in a pass: attention's, the MLP's
+_CROWDED_SHARE = 0.93
+_SENT_OF_LAYER = 2  # tensors of a whole sequence that a layer sends in a pass: attention's, the MLP's
 PIECES = 1.055  # of activations, what is reserved for them: pieces of the allocator that they leave
-DRAINS = 8  # power by which waiting for other ranks empties the queue
+_DRAINS = 8  # power by which waiting for other ranks empties the queue
 
 
 def held_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates: Rates) -> dict[str, float]:
@@ -32,11 +32,11 @@ def held_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates
     else:
         budget = fullest_budget(run, engine=engine.name)
         besides = dict(budget.overheads)
-        kinds = dict(budget.at_peak) | {RESERVE: besides.pop(RESERVE, 0)}
+        kinds = dict(budget.at_peak) | {_RESERVE: besides.pop(_RESERVE, 0)}
         kinds[NO_TENSORS] = sum(besides.values())
     queued = _queued_bytes(run, cluster, engine, time, rates)
     in_a_node = run.layout.world_size <= cluster.gpus_per_node
-    if in_a_node or sum(kinds.values()) + queued <= CROWDED_SHARE * cluster.gpu.usable_bytes:
+    if in_a_node or sum(kinds.values()) + queued <= _CROWDED_SHARE * cluster.gpu.usable_bytes:
         kinds["queued"] = queued
     return {kind: float(size) for kind, size in kinds.items() if size}
 
@@ -47,7 +47,7 @@ def _queued_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, ra
     layout = run.layout
     if layout.tp == 1 or not engine.queued_tensors:
         return 0.0
-    a_pass = SENT_OF_LAYER * max(stages_of(run, engine))
+    a_pass = _SENT_OF_LAYER * max(stages_of(run, engine))
     if layout.pp == 1:
         most, filling = a_pass * min(2, layout.micro_batches), 0
     else:
@@ -56,7 +56,7 @@ def _queued_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, ra
         filling = min(engine.queued_tensors, a_pass * max(0, ahead - 1))
     number = max(min(engine.queued_tensors, most) * runs_ahead(run, cluster, engine, rates), filling)
     size = 2 * layout.micro_batch * run.seq_len * run.config.d_model
-    return number * size * (1 - time.waiting_s / time.total_s) ** DRAINS
+    return number * size * (1 - time.waiting_s / time.total_s) ** _DRAINS
 
 
 def _of_first_stage(run: Run, engine: Engine) -> dict[str, float]:
@@ -85,5 +85,5 @@ def _of_first_stage(run: Run, engine: Engine) -> dict[str, float]:
         "gradients": recipe.grad_bytes * parameters,
         "optimizer": (recipe.master_bytes + recipe.moment_bytes) * parameters / (layout.dp if layout.zero_stage else 1),
         **step,
-        RESERVE: float(engine.unfilled_bytes),
+        _RESERVE: float(engine.unfilled_bytes),
     }

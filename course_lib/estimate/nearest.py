@@ -15,8 +15,8 @@ from course_lib.run import Run
 from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import checked
 
-SHORTEST = 256  # tokens: shorter sequences are another question
-MOST_TIMES = 64  # the GPUs that there are
+_SHORTEST = 256  # tokens: shorter sequences are another question
+_MOST_TIMES = 64  # the GPUs that there are
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def nearest(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: 
 
 
 Changes = Iterator[tuple[str, dict]]  # in words, and the fields of a run or its layout
-LEAN = {"recompute": "full", "operators": False}
+_LEAN = {"recompute": "full", "operators": False}
 
 
 def _changed(run: Run, **changes: object) -> Run:
@@ -66,39 +66,39 @@ def _changed(run: Run, **changes: object) -> Run:
 
 def _recomputing(run: Run) -> Changes:
     if run.layout.recompute != "full":
-        yield "recompute each block", LEAN
+        yield "recompute each block", _LEAN
 
 
 def _sharding(run: Run) -> Changes:
     for stage in range(run.layout.zero_stage + 1, 4):
         if run.layout.data_size > 1 and (run.layout.pp == 1 or stage == 1):
-            yield f"ZeRO-{stage} and recompute each block", LEAN | {"zero_stage": stage}
+            yield f"ZeRO-{stage} and recompute each block", _LEAN | {"zero_stage": stage}
 
 
 def _optimizing(run: Run) -> Changes:
     if run.optimizer == "adamw":
         yield "8-bit Adam", {"optimizer": "adamw-8bit"}
-        yield "8-bit Adam and recompute each block", LEAN | {"optimizer": "adamw-8bit"}
+        yield "8-bit Adam and recompute each block", _LEAN | {"optimizer": "adamw-8bit"}
 
 
 def _offloading(run: Run) -> Changes:
     on_host = {"offload": replace(run.offload, optimizer="host")}
     yield "optimizer on the host", on_host
-    yield "optimizer on the host, recompute each block", LEAN | on_host
+    yield "optimizer on the host, recompute each block", _LEAN | on_host
     both = Offload(optimizer="host", parameters="host")
-    yield "parameters too", LEAN | {"zero_stage": 3, "offload": both}
+    yield "parameters too", _LEAN | {"zero_stage": 3, "offload": both}
 
 
 def _adapting(run: Run) -> Changes:
     alone = {"zero_stage": 0, "recipe": "bf16-master"}
     yield "LoRA of rank 16", alone | {"lora": LoRA(16)}
-    yield "LoRA of rank 16, recompute each block", LEAN | alone | {"lora": LoRA(16)}
-    yield "QLoRA of rank 16, recompute each block", LEAN | alone | {"lora": LoRA(16, four_bits=True)}
+    yield "LoRA of rank 16, recompute each block", _LEAN | alone | {"lora": LoRA(16)}
+    yield "QLoRA of rank 16, recompute each block", _LEAN | alone | {"lora": LoRA(16, four_bits=True)}
 
 
 def _shortening(run: Run) -> Changes:
     seq_len = run.seq_len // 2
-    while seq_len >= SHORTEST:
+    while seq_len >= _SHORTEST:
         yield f"sequences of {seq_len:,} tokens", {"seq_len": seq_len}
         seq_len //= 2
 
@@ -106,7 +106,7 @@ def _shortening(run: Run) -> Changes:
 def _growing(run: Run) -> Changes:
     """More GPUs share the states: ZeRO-3 over all, recomputation, one sequence each."""
     stage, times = (3 if run.layout.pp == 1 else 1), 2
-    while times <= MOST_TIMES:
+    while times <= _MOST_TIMES:
         words = f"{times * run.layout.world_size} GPUs, ZeRO-{stage}, recompute each block"
-        yield words, LEAN | {"dp": times * run.layout.dp, "zero_stage": stage}
+        yield words, _LEAN | {"dp": times * run.layout.dp, "zero_stage": stage}
         times *= 2

@@ -11,7 +11,7 @@ from course_lib.estimate.estimate import Estimate
 from course_lib.hardware import Cluster
 from course_lib.timing.rates import RANGES, Rates
 
-CHANGE = 0.2
+_CHANGE = 0.2
 
 Predicted = Sequence[Estimate | str]
 
@@ -37,11 +37,11 @@ def sensitivity(
     changed = {}
     for name in (*RANGES, *Calibration.__dataclass_fields__):
         flips, largest = set(), 0.0
-        for factor in (1 - CHANGE, 1 + CHANGE):
+        for factor in (1 - _CHANGE, 1 + _CHANGE):
             after = predict_all(*_with(name, factor, cluster, rates))
             flips |= {cell for cell, index in fastest(rows, after).items() if best.get(cell, index) != index}
             largest = max(largest, *(_moved(one, other) for one, other in zip(before, after, strict=True)), 0.0)
-        changed[f"{name} +-{CHANGE:.0%}"] = (len(flips), largest)
+        changed[f"{name} +-{_CHANGE:.0%}"] = (len(flips), largest)
     return changed
 
 

@@ -44,8 +44,8 @@ KNOWN = {
 }  # fmt: skip
 RECOMPUTE = (*get_args(Recompute), "operators")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
-STATES_IN = {"fp16": "fp16-master-fp32-grads", "fp32": "fp32"}
-LORA_RANK = 16
+_STATES_IN = {"fp16": "fp16-master-fp32-grads", "fp32": "fp32"}
+_LORA_RANK = 16
 
 
 @checked
@@ -86,7 +86,7 @@ def run_of(
     if tokens > config.max_seq_len and config.family == "llama":
         config = replace(config, max_seq_len=tokens)
     precision = _word(row, "precision", PRECISIONS)
-    recipe = row.get("states") or STATES_IN.get(precision) or engine_of(engine).recipe
+    recipe = row.get("states") or _STATES_IN.get(precision) or engine_of(engine).recipe
     finetune = _word(row, "finetune", ("full", "lora", "qlora"))
     return Run(
         config,
@@ -95,7 +95,7 @@ def run_of(
         recipe,
         attention=_word(row, "attention", ("fused", "standard")),
         optimizer=_word(row, "optimizer", OPTIMIZERS),
-        lora=None if finetune == "full" else LoRA(LORA_RANK, four_bits=finetune == "qlora"),
+        lora=None if finetune == "full" else LoRA(_LORA_RANK, four_bits=finetune == "qlora"),
         offload=_offload(row),
         loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
         fp8=precision == "fp8",
@@ -227,7 +227,7 @@ def told(one: Estimate | str) -> dict[str, str]:
     }
 
 
-def bars_of(one: Estimate | str) -> dict[str, str]:
+def _bars_of(one: Estimate | str) -> dict[str, str]:
     """Between which values nine in ten measured runs like it lay, of memory and of speed."""
     if isinstance(one, str):
         return dict.fromkeys(BARS, "")
@@ -244,4 +244,4 @@ def write_table(
         writer = csv.DictWriter(file, [*columns, *ADDED, *(BARS if bars else ())], extrasaction="ignore")
         writer.writeheader()
         for row, one in zip(rows, predictions, strict=True):
-            writer.writerow({**row, **told(one), **bars_of(one)})
+            writer.writerow({**row, **told(one), **_bars_of(one)})

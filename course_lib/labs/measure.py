@@ -37,7 +37,7 @@ def run_lab(chapter: str, rounds: Size = ROUNDS) -> dict:
     on_gpu = rank_device().type == "cuda"
     config, seq_len = lab.model(on_gpu)
     lab.check_ranks(world.size())
-    runs = [] if lab.layouts else [measure_sum(name, on_gpu, rounds) for name in SUMS]
+    runs = [] if lab.layouts else [_measure_sum(name, on_gpu, rounds) for name in SUMS]
     for layout in lab.layouts_on(world.size()):
         runs.append(measure_layout(config, layout, seq_len, rounds))
         gc.collect()  # the engine of this layout, before the next one is built
@@ -90,7 +90,7 @@ def measure_layout(config: ModelConfig, layout: Layout, seq_len: int, rounds: in
     }
 
 
-def measure_sum(name: str, on_gpu: bool, rounds: int) -> dict:
+def _measure_sum(name: str, on_gpu: bool, rounds: int) -> dict:
     """Sum a tensor of FP32 over all ranks in one of the ways of SUMS."""
     world, act = dist.group.WORLD, SUMS[name]
     x_P = torch.ones((SUMMED_BYTES if on_gpu else SUMMED_BYTES_ON_CPU) // 4, device=rank_device())

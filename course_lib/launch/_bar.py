@@ -11,7 +11,7 @@ from tqdm.std import tqdm
 
 PATIENCE_S = 1.0  # what is done sooner needs no bar
 REDRAW_S = 0.2
-VIEW = "application/vnd.jupyter.widget-view+json"
+_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def open_bar():
@@ -58,7 +58,7 @@ class CellBar:
 
         self._box = ipywidgets.HBox([ipywidgets.IntProgress(), ipywidgets.Label()])
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        display({VIEW: view}, raw=True)
+        display({_VIEW: view}, raw=True)
 
 
 class TextBar:

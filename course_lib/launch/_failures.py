@@ -15,13 +15,13 @@ from course_lib.launch._rank import Failure, Frame
 COLUMNS = 98  # of a line that is not code
 
 # What a rank says when *another* rank went away. It is never the one to blame.
-SECONDARY = re.compile(
+_SECONDARY = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket Timeout|Timed out waiting|failed to connect|"
     r"remote process exited|communicator was aborted|Socket closed|DistNetworkError|connectFullMesh failed",
     re.IGNORECASE,
 )
 # An error of torch's own; what the function opened itself fails with another kind, such as ConnectionRefusedError.
-OF_TORCH = re.compile(r"(RuntimeError|torch\.[\w.]*Error|Dist\w*Error)\b")
+_OF_TORCH = re.compile(r"(RuntimeError|torch\.[\w.]*Error|Dist\w*Error)\b")
 STOPPED = "stood still: a signal (SIGSTOP) or a debugger has stopped it"
 NOT_MET = "had not met all other ranks"
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -60,7 +60,7 @@ def interrupted_text(world_size: int, places: dict[int, str]) -> str:
 def is_secondary(failure: Failure) -> bool:
     """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
     return failure.kind in ("exception", "start") and any(
-        OF_TORCH.match(text) and SECONDARY.search(text) and not _raised_by_function(frames)
+        _OF_TORCH.match(text) and _SECONDARY.search(text) and not _raised_by_function(frames)
         for frames, text in failure.chain
     )
 
@@ -168,11 +168,11 @@ def format_frames(frames: list[Frame]) -> str:
         summaries.append(traceback.FrameSummary(file, line, name))
     text = "".join(traceback.StackSummary.from_list(summaries).format())
     for file in {frame[0] for frame in frames}:
-        text = text.replace(f'File "{file}"', cell_name(file) or f'File "{file}"')
+        text = text.replace(f'File "{file}"', _cell_name(file) or f'File "{file}"')
     return text
 
 
-def cell_name(file: str) -> str | None:
+def _cell_name(file: str) -> str | None:
     """`Cell` for the code of a notebook cell. Without its number: that changes when cells are run again."""
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if ipython is None:
@@ -198,11 +198,11 @@ def describe_place(frames: list[Frame], tensors: str = "") -> str:
     source = linecache.getline(file, line).strip()
     callees = [callee for _, _, callee in frames[here + 1 :] if callee != "wrapper"]
     inside = f" (inside {callees[0]}{' of ' * bool(tensors)}{tensors})" if callees else ""
-    return f"stood at {cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
+    return f"stood at {_cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
 
 
 def _is_library(file: str) -> bool:
-    return (cell_name(file) is None and file.startswith("<")) or os.path.abspath(file).startswith(_LIBRARIES)
+    return (_cell_name(file) is None and file.startswith("<")) or os.path.abspath(file).startswith(_LIBRARIES)
 
 
 def frames_in_stack_file(text: str) -> list[Frame]:

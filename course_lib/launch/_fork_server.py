@@ -23,7 +23,7 @@ from course_lib.launch import _groups, _network, _rank
 # The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
 OWN = "course_lib.launch"
 # Slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer.
-PRELOAD = (
+_PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch._dynamo",
@@ -40,7 +40,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     control = socket.socket(fileno=control_fd)
     _network.leave_shared_network()
     _groups.adopt_orphans()
-    _preload(PRELOAD)
+    _preload(_PRELOAD)
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)

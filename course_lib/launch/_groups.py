@@ -15,21 +15,21 @@ from collections.abc import Iterable
 
 import psutil
 
-TRACKER_S = 1.0  # for removing shared memory
-PR_SET_CHILD_SUBREAPER = 36
+_TRACKER_S = 1.0  # for removing shared memory
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
     """Make this process, and not init, the parent of what its descendants leave behind, where the system can."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(known: Iterable[int]) -> None:
     """End the children of this process that it has adopted: those that are not known to it."""
-    known, give_up = set(known), time.monotonic() + TRACKER_S
+    known, give_up = set(known), time.monotonic() + _TRACKER_S
     while orphans := [child for child in psutil.Process().children() if child.pid not in known]:
-        kill_all_but_trackers([*orphans, *descendants_of(orphans)])
+        _kill_all_but_trackers([*orphans, *_descendants_of(orphans)])
         for child in orphans:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, os.WNOHANG)
@@ -38,7 +38,7 @@ def end_orphans(known: Iterable[int]) -> None:
         time.sleep(0.005)
 
 
-def descendants_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def _descendants_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """All that these have started and that has not been left behind."""
     found = []
     for process in processes:
@@ -54,9 +54,9 @@ def end_groups(leaders: Iterable[int]) -> None:
     once all others are gone; ended with them, it could not.
     """
     groups = [leader for leader in leaders if _is_there(leader)]
-    give_up = time.monotonic() + TRACKER_S
-    while groups and (members := members_of(groups)) and time.monotonic() < give_up:
-        kill_all_but_trackers(members)
+    give_up = time.monotonic() + _TRACKER_S
+    while groups and (members := _members_of(groups)) and time.monotonic() < give_up:
+        _kill_all_but_trackers(members)
         time.sleep(0.005)
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
@@ -66,12 +66,12 @@ def end_groups(leaders: Iterable[int]) -> None:
 def end_own_group() -> None:
     """End this rank and the processes it has started."""
     if os.getpgid(0) == os.getpid():
-        own = [*members_of([os.getpid()]), *descendants_of([psutil.Process()])]
-        kill_all_but_trackers([member for member in own if member.pid != os.getpid()])
+        own = [*_members_of([os.getpid()]), *_descendants_of([psutil.Process()])]
+        _kill_all_but_trackers([member for member in own if member.pid != os.getpid()])
     os._exit(1)
 
 
-def members_of(groups: Iterable[int]) -> list[psutil.Process]:
+def _members_of(groups: Iterable[int]) -> list[psutil.Process]:
     """The living processes of these groups."""
     wanted, members = set(groups), []
     for pid in psutil.pids():
@@ -81,7 +81,7 @@ def members_of(groups: Iterable[int]) -> list[psutil.Process]:
     return members
 
 
-def kill_all_but_trackers(members: Iterable[psutil.Process]) -> None:
+def _kill_all_but_trackers(members: Iterable[psutil.Process]) -> None:
     for member in members:
         with contextlib.suppress(psutil.Error):  # it has just ended
             if not any("multiprocessing.resource_tracker" in word for word in member.cmdline()):

@@ -22,7 +22,7 @@ OFFLINE = (
     "Ranks have a network of their own and reach neither the internet nor servers on this machine;\n"
     f"if they must, set {CHOICE}=host in the notebook's environment before its first launch."
 )
-UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ECONNREFUSED)
+_UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ECONNREFUSED)
 _has_left = False  # this process, or the one that forked it
 
 
@@ -52,7 +52,7 @@ def hint_for(error: BaseException | None) -> str:
     seen = set()
     while _has_left and error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in UNREACHED):
+        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _UNREACHED):
             return OFFLINE
         error = error.__cause__ or error.__context__
     return ""

@@ -22,15 +22,15 @@ from multiprocessing.connection import Connection
 
 from course_lib.launch._fork_server import EXIT
 
-PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
-NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
+_PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
+_NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
 START_LIMIT_S = 120.0
 
 
 def prepare() -> None:
     """Have the fork server ready: only the first launch of a notebook waits here."""
-    teaching = [name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(NOT_FOR_RANKS)]
-    used = [name for name in PRELOAD_IF_USED if name in sys.modules]
+    teaching = [name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(_NOT_FOR_RANKS)]
+    used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
     _server_of_this_process().request(("prepare", used + teaching), [])
 
 
@@ -38,7 +38,7 @@ class World:
     """Ranks forked by this kernel's fork server."""
 
     def __init__(self, folder: str, world_size: int):
-        pairs, pipes = make_pairs(world_size)
+        pairs, pipes = _make_pairs(world_size)
         self.connections = [Connection(ours.detach()) for ours, _ in pairs]
         self.exits = [reader for reader, _ in pipes]
         self._folder = folder
@@ -77,7 +77,7 @@ class World:
             os.close(reader)
 
 
-def make_pairs(world_size: int) -> tuple[list[tuple], list[tuple[int, int]]]:
+def _make_pairs(world_size: int) -> tuple[list[tuple], list[tuple[int, int]]]:
     """A connection and a pipe for each rank, or none at all where this process has too many files open."""
     pairs, pipes = [], []
     try:
@@ -97,7 +97,7 @@ def make_pairs(world_size: int) -> tuple[list[tuple], list[tuple[int, int]]]:
 
 
 @contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
+def _interrupts_later() -> Iterator[None]:
     """Hold an interrupt back until the block is done: an answer that nobody took would belong to the next question."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,7 +160,7 @@ class ForkServer:
     def request(self, message: tuple, descriptors: list[int]):
         """Send one request and wait for its answer."""
         # The first one may take long, while the server imports torch: that one can be interrupted.
-        with interrupts_later() if self._answered else contextlib.nullcontext():
+        with _interrupts_later() if self._answered else contextlib.nullcontext():
             return self._request(message, descriptors)
 
     def _request(self, message: tuple, descriptors: list[int]):

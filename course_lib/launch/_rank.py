@@ -38,10 +38,10 @@ from torch.distributed import distributed_c10d
 from course_lib.devices import BACKENDS, device_for, peak_memory_bytes, set_rank_device
 from course_lib.launch import _groups, _network
 
-MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
-MAX_FRAMES = 40
-DUMP_S = 0.15  # after the time limit a rank that has not answered writes its stack; one that answers is ended before
-FINISH_S = 0.8  # for a rank's exit functions: less than the notebook waits before it ends the rank
+_MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
+_MAX_FRAMES = 40
+_DUMP_S = 0.15  # after the time limit a rank that has not answered writes its stack; one that answers is ended before
+_FINISH_S = 0.8  # for a rank's exit functions: less than the notebook waits before it ends the rank
 
 link = None  # this process's Link to the notebook while it is a rank; None everywhere else
 
@@ -124,11 +124,11 @@ def be_rank(to_notebook, folder: Path, here: Callable[[Settings], Settings], wai
     link = to_notebook
     try:
         settings = here(pickle.loads((folder / "settings.pkl").read_bytes()))
-        prepare_process(link.rank, settings, folder)
+        _prepare_process(link.rank, settings, folder)
         message = call(link.rank, settings, folder, link.send)
     except BaseException as error:
         message = ("failed", describe(error, "start"))
-    flush_output()
+    _flush_output()
     link.send(*message)
     wait_to_leave()
     if message[0] == "done" and settings.backend == "nccl":
@@ -145,13 +145,13 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None])
         tell("joined")
         kind = "load"
         function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
-        fill_main_module([function, *args])
+        _fill_main_module([function, *args])
         kind = "exception"
         start = time.perf_counter()
         value = function(*args)
         seconds = time.perf_counter() - start
         kind = "result"
-        (folder / f"{rank}.result").write_bytes(dump_result(value))
+        (folder / f"{rank}.result").write_bytes(_dump_result(value))
         return "done", seconds, peak_memory_bytes("cuda" if torch.cuda.is_initialized() else "cpu")
     except SystemExit as error:
         return "failed", describe(error, "exit" if kind == "exception" else kind)
@@ -159,21 +159,21 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None])
         return "failed", describe(error, kind)
 
 
-def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
+def _prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     """Make this process look like the cell's: its environment, folder and import path; its output goes to files."""
     os.environ.clear()
     os.environ.update(settings.environment)
-    os.environ.update(settings.variables or rank_environment(rank, settings.world_size, settings.threads))
+    os.environ.update(settings.variables or _rank_environment(rank, settings.world_size, settings.threads))
     if os.path.isdir(settings.directory):
         os.chdir(settings.directory)
     dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG at its import, maybe before it was set
     sys.path[:] = settings.sys_path
     linecache.cache.update(settings.cell_sources)
-    redirect_output(rank, folder)
+    _redirect_output(rank, folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack_file = open(folder / f"{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open until the process ends
     faulthandler.enable(stack_file)  # SIGSEGV, SIGABRT: the Python lines that led there
-    dump_s = max(settings.deadline - time.monotonic(), 0) + DUMP_S
+    dump_s = max(settings.deadline - time.monotonic(), 0) + _DUMP_S
     faulthandler.dump_traceback_later(dump_s, file=stack_file)
     # A crash is reported in the cell; a core file of gigabytes would only slow it down.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -182,7 +182,7 @@ def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
         sys.modules["numpy"].random.seed()  # forked ranks would all draw the same "random" numbers
 
 
-def rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]:
+def _rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]:
     """The variables that torchrun sets too, and loopback as the only network."""
     return {
         "RANK": str(rank),
@@ -202,7 +202,7 @@ def loopback_interface(platform: str) -> str:
     return "lo0" if platform == "darwin" else "lo"
 
 
-def redirect_output(rank: int, folder: Path) -> None:
+def _redirect_output(rank: int, folder: Path) -> None:
     """Send file descriptors 1 and 2 to files, so that prints of C++ and of child processes are caught too."""
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -212,7 +212,7 @@ def redirect_output(rank: int, folder: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
 
 
-def flush_output() -> None:
+def _flush_output() -> None:
     """Write what the function has printed, and what stands in the buffers of files that it has left open."""
     for stream in (sys.stdout, sys.stderr, *open_files(io.TextIOWrapper), *open_files(io.BufferedWriter)):
         try:
@@ -240,11 +240,11 @@ def forget_exit_functions() -> None:
 
 def finish() -> None:
     """Do what Python does at its end and os._exit does not, within a limit: one may wait for what never comes."""
-    timer = threading.Timer(FINISH_S, os._exit, (0,))
+    timer = threading.Timer(_FINISH_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
     atexit._run_exitfuncs()
-    flush_output()
+    _flush_output()
     tracker = multiprocessing.resource_tracker._resource_tracker
     if getattr(tracker, "_fd", None) is not None:  # it removes shared memory that nobody has removed
         tracker._stop()
@@ -268,7 +268,7 @@ def join_world(rank: int, settings: Settings, folder: Path) -> None:
     )
 
 
-def fill_main_module(objects: list) -> None:
+def _fill_main_module(objects: list) -> None:
     """Give this process the notebook's names as `__main__`: plain pickle (all_gather_object) looks classes up there."""
     main = types.ModuleType("__main__")
     for obj in objects:
@@ -283,14 +283,14 @@ class ResultPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.device.type != "meta":
-            plain = plain_tensor(obj)
+            plain = _plain_tensor(obj)
             if isinstance(obj, torch.nn.Parameter):
                 return torch.nn.Parameter, (plain, obj.requires_grad)
             return plain.__reduce_ex__(2)
         return super().reducer_override(obj)
 
 
-def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Detached, on the CPU; of a DTensor the local shard."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
@@ -301,7 +301,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def dump_result(value) -> bytes:
+def _dump_result(value) -> bytes:
     buffer = io.BytesIO()
     ResultPickler(buffer).dump(value)
     return buffer.getvalue()
@@ -323,8 +323,8 @@ def message_of(error: BaseException) -> str:
     """`ValueError: text` as Python prints it, cut to a readable length; safe for exceptions whose own str() fails."""
     lines = traceback.TracebackException(type(error), error, None).format_exception_only()
     text = "".join(lines).rstrip("\n")
-    if len(text) > MAX_MESSAGE_CHARS:
-        text = f"{text[:MAX_MESSAGE_CHARS]} ... ({len(text):,} characters in all)"
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = f"{text[:_MAX_MESSAGE_CHARS]} ... ({len(text):,} characters in all)"
     return text
 
 
@@ -332,8 +332,8 @@ def frames_of(walk) -> list[Frame]:
     """Frames outermost first, without this file's own; of an endless recursion the two ends."""
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk]
     frames = [frame for frame in frames if frame[0] != __file__]
-    if len(frames) > MAX_FRAMES:
-        frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
+    if len(frames) > _MAX_FRAMES:
+        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
     return frames
 
 

@@ -28,9 +28,9 @@ from course_lib.validate import Count, Size, check_fields
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
 LOST_S = 60.0  # so long after the limit of a launch its job ends by itself, if the notebook is gone
 LEAVE_S = 10.0
-CANCEL_S = 3.0
+_CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
-LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
+_LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
 NEVER = {  # reasons of squeue with which a job would wait for ever
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows: use fewer nodes",
     "PartitionTimeLimit": "it asks for more time than the partition allows: use a smaller time_min",
@@ -38,8 +38,20 @@ NEVER = {  # reasons of squeue with which a job would wait for ever
     "InvalidAccount": "no such account: use account= as your cluster names it",
     "AccountNotAllowed": "this account may not use the partition: use another partition= or account=",
 }
-OURS = {"nodes", "ntasks-per-node", "ntasks", "time", "job-name", "output", "error", "wrap", "array", "chdir", "export"}
-SECONDS_PER_MIN = 60
+_OURS = {
+    "nodes",
+    "ntasks-per-node",
+    "ntasks",
+    "time",
+    "job-name",
+    "output",
+    "error",
+    "wrap",
+    "array",
+    "chdir",
+    "export",
+}
+_SECONDS_PER_MIN = 60
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class Slurm:
         for name, value in self.options.items():
             if not re.fullmatch(r"[a-z][a-z_-]*", name):
                 raise ValueError(f"options: {name!r} is no long option of sbatch; write {{'mem': '8G'}} for --mem=8G")
-            if name.replace("_", "-") in OURS:
+            if name.replace("_", "-") in _OURS:
                 raise ValueError(f"options: {name!r} is set by the launch; use the arguments of Slurm(...)")
             _check_value(name, value)
 
@@ -87,10 +99,10 @@ class Slurm:
                 f"world_size ({world_size}) must be nodes * ntasks_per_node ({self.nodes} * {self.ntasks_per_node} = "
                 f"{self.num_ranks}); call launch(fn, {self.num_ranks}, ...) or change Slurm(...)"
             )
-        if timeout > self.time_min * SECONDS_PER_MIN:
+        if timeout > self.time_min * _SECONDS_PER_MIN:
             raise ValueError(
                 f"timeout ({timeout:g} s) must be at most time_min ({self.time_min} min), when Slurm ends the job; "
-                f"pass time_min={math.ceil(timeout / SECONDS_PER_MIN)} or a smaller timeout"
+                f"pass time_min={math.ceil(timeout / _SECONDS_PER_MIN)} or a smaller timeout"
             )
         if importlib.util.find_spec("submitit") is None:
             raise ImportError(
@@ -200,7 +212,7 @@ class SlurmWorld:
             time.sleep(0.5)  # interrupted while sbatch was talking to Slurm: the job may yet appear
         if self._in_queue() != "":
             _ask("scancel", "--quiet", f"--name={self.name}")
-            self._wait(lambda state: state == "", CANCEL_S)
+            self._wait(lambda state: state == "", _CANCEL_S)
 
     def wait_for_tasks(self, limit_s: float) -> None:
         """Wait until all tasks have ended by themselves; Slurm is COMPLETING then for some time more."""
@@ -259,7 +271,7 @@ class SlurmWatch(Watch):
         for rank in self._talking:
             self._hear(rank)
         self._world.look()
-        if self._world.state not in LIVING and self.unfinished() and not self.failures:
+        if self._world.state not in _LIVING and self.unfinished() and not self.failures:
             self._ended_at = min(self._ended_at, time.monotonic())
             if time.monotonic() - self._ended_at > WAITING_FILES_S:
                 raise RankError(self._lost_text())

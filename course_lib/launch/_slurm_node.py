@@ -114,14 +114,14 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink, to_host: Connect
     places = (ranks / f"{rank}.where").open("w")
     faulthandler.register(signal.SIGUSR1, file=places)
     faulthandler.register(signal.SIGTERM, file=places, chain=True)  # writes where it stands, then ends it
-    threading.Thread(target=tell_tensors, args=(to_host, threading.get_ident()), daemon=True).start()
+    threading.Thread(target=_tell_tensors, args=(to_host, threading.get_ident()), daemon=True).start()
 
     def here(settings: _rank.Settings) -> _rank.Settings:
         place, store = meet(ranks, timeout)
         return replace(
             settings,
             deadline=time.monotonic() + timeout,  # each machine has a clock of its own
-            environment=environment_here(settings.environment),
+            environment=_environment_here(settings.environment),
             variables={"OMP_NUM_THREADS": str(settings.threads), "MPLBACKEND": "Agg", **as_torchrun(place)},
             store=store,
         )
@@ -134,14 +134,14 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink, to_host: Connect
     _rank.be_rank(to_notebook, ranks, here, wait_to_leave)
 
 
-def tell_tensors(to_host: Connection, main_thread_id: int) -> None:
+def _tell_tensors(to_host: Connection, main_thread_id: int) -> None:
     """Answer the host with what the collective was given in which the rank stands; faulthandler tells the rest."""
     with contextlib.suppress(EOFError, OSError):  # the host is gone
         while to_host.recv():
             to_host.send(_rank.tensors_in(list(traceback.walk_stack(sys._current_frames()[main_thread_id]))))
 
 
-def environment_here(of_notebook: dict[str, str]) -> dict[str, str]:
+def _environment_here(of_notebook: dict[str, str]) -> dict[str, str]:
     """This task's environment: the notebook's, which sbatch passes on, with what Slurm and the node have added."""
     environment = {**of_notebook, **os.environ}
     environment.pop("PYTHONPATH", None)  # the launch set it, so that the course is found
@@ -156,7 +156,7 @@ def meet(ranks: Path, timeout: float) -> tuple[Place, dist.Store]:
     place, link = place_of(variables), FileLink(ranks / "master")
     limit = timedelta(seconds=timeout)
     if place.rank == 0:
-        address = address_of_node(variables["SLURMD_NODENAME"])
+        address = _address_of_node(variables["SLURMD_NODENAME"])
         store = open_store(replace(place, address=address, port=0), limit)
         link.send(address, store.port)
         return replace(place, address=address, port=store.port), store
@@ -165,7 +165,7 @@ def meet(ranks: Path, timeout: float) -> tuple[Place, dist.Store]:
     return replace(place, address=address, port=port), store
 
 
-def address_of_node(name: str) -> str:
+def _address_of_node(name: str) -> str:
     """By which address Slurm itself reaches a node; its name where Slurm does not say."""
     with contextlib.suppress(OSError):  # no scontrol on this node
         said = subprocess.run(["scontrol", "--oneliner", "show", "node", name], capture_output=True, text=True)

@@ -19,14 +19,14 @@ from course_lib.launch import _failures
 from course_lib.launch._bar import open_bar
 from course_lib.launch._rank import Failure
 
-TICK_S = 0.1
-SETTLE_S = 0.1  # after a failure: how long to wait for one that happened even earlier
-ECHO_S = 1.2  # after a "connection closed by peer": how long to wait for the rank that is really to blame
-ANSWER_S = 0.3  # for the answer to "where do you stand?"
+_TICK_S = 0.1
+_SETTLE_S = 0.1  # after a failure: how long to wait for one that happened even earlier
+_ECHO_S = 1.2  # after a "connection closed by peer": how long to wait for the rank that is really to blame
+_ANSWER_S = 0.3  # for the answer to "where do you stand?"
 MAX_OUTPUT_BYTES = 64 << 20  # of one rank: what an endless print loop wrote earlier is dropped
-MAX_SHOWN_LINES = 1000
+_MAX_SHOWN_LINES = 1000
 MAX_KEPT_LINES = 100_000  # of one rank
-MAX_SHOWN_CHARS = 2000
+_MAX_SHOWN_CHARS = 2000
 
 
 class Outcome(NamedTuple):
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 class Watch:
     """What is known of each rank of one world, whose files are in `folder`."""
 
-    answer_s = ANSWER_S
+    answer_s = _ANSWER_S
 
     def __init__(self, world, world_size: int, output: "Output", folder: Path):
         self.done: dict[int, tuple[float, int]] = {}
@@ -68,7 +68,7 @@ class Watch:
         """Listen until every rank has finished, a failure has settled, or the deadline has passed."""
         try:
             while self.unfinished() and (left := min(deadline, self._settled_at) - time.monotonic()) > 0:
-                self._listen(min(left, TICK_S))
+                self._listen(min(left, _TICK_S))
                 self._output.poll()
                 if self._step is None:
                     self._bar.wait(len(self.done), self._world_size)
@@ -160,7 +160,7 @@ class Watch:
 
     def _fail(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
-        patience = ECHO_S if _failures.is_secondary(failure) else SETTLE_S
+        patience = _ECHO_S if _failures.is_secondary(failure) else _SETTLE_S
         self._settled_at = min(self._settled_at, time.monotonic() + patience)
 
 
@@ -201,8 +201,8 @@ class Output:
             if self._live:
                 self._show_new_lines(rank, self._folder / f"{rank}.out", final=True)
             else:
-                show_lines(rank, self.lines(rank), sys.stdout)
-            show_lines(rank, self.lines(rank, "err"), sys.stderr)
+                _show_lines(rank, self.lines(rank), sys.stdout)
+            _show_lines(rank, self.lines(rank, "err"), sys.stderr)
 
     def _show_new_lines(self, rank: int, path: Path, final: bool = False) -> None:
         if not path.exists():
@@ -212,7 +212,7 @@ class Output:
             new = file.read()
         complete = new if final else new[: new.rfind(b"\n") + 1]
         self._shown[rank] += len(complete)
-        show_lines(rank, split_lines(complete.decode(errors="replace")), sys.stdout)
+        _show_lines(rank, split_lines(complete.decode(errors="replace")), sys.stdout)
 
 
 def read_text(path: Path) -> str:
@@ -240,13 +240,13 @@ def split_lines(text: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
-def show_lines(rank: int, lines: list[str], stream) -> None:
+def _show_lines(rank: int, lines: list[str], stream) -> None:
     if not lines:
         return
     shown = [
-        line if len(line) <= MAX_SHOWN_CHARS else line[:MAX_SHOWN_CHARS] + " ..." for line in lines[:MAX_SHOWN_LINES]
+        line if len(line) <= _MAX_SHOWN_CHARS else line[:_MAX_SHOWN_CHARS] + " ..." for line in lines[:_MAX_SHOWN_LINES]
     ]
-    if len(lines) > MAX_SHOWN_LINES:
-        shown.append(f"... {len(lines) - MAX_SHOWN_LINES:,} more lines")
+    if len(lines) > _MAX_SHOWN_LINES:
+        shown.append(f"... {len(lines) - _MAX_SHOWN_LINES:,} more lines")
     stream.write("".join(f"[rank {rank}] {line}\n" for line in shown))
     stream.flush()

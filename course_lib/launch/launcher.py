@@ -31,9 +31,9 @@ from course_lib.validate import instance, number, whole
 __all__ = ["RankError", "Results", "Slurm", "launch", "progress", "report"]
 
 MAX_RANKS = 64
-RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
+_RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
 MAX_TIMEOUT_S = 1_000_000
-REPORT_S = 0.1  # of a loop's progress, from a rank to the notebook
+_REPORT_S = 0.1  # of a loop's progress, from a rank to the notebook
 LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
 
 
@@ -168,7 +168,7 @@ def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
 
 
 class _BarOfRank:
-    """A bar that the notebook draws: it hears of the first and the last step, and of one every `REPORT_S` seconds."""
+    """A bar that the notebook draws: it hears of the first and the last step, and of one every `_REPORT_S` seconds."""
 
     def __init__(self, link):
         self._link = link
@@ -177,7 +177,7 @@ class _BarOfRank:
 
     def draw(self, description: str, count: int, total: int | None) -> None:
         self._last = (description, count, total)
-        if time.monotonic() - self._sent_at > REPORT_S:
+        if time.monotonic() - self._sent_at > _REPORT_S:
             self._send()
 
     def close(self) -> None:
@@ -208,11 +208,11 @@ def _check_arguments(fn, world_size, timeout, threads, where, on_report) -> None
     whole("world_size", world_size)
     whole("threads", threads)
     number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
-    limit = max(1, min(MAX_RANKS, usable_memory()[1] // RANK_BYTES))
+    limit = max(1, min(MAX_RANKS, usable_memory()[1] // _RANK_BYTES))
     if where is None and world_size > limit:
         raise ValueError(
             f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
-            f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
+            f"{_RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
         )
     if on_report is not None and not callable(on_report):
         raise ValueError(f"on_report must be a function of (name, value) or None, got {on_report!r}; leave it out")

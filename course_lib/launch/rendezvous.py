@@ -44,8 +44,8 @@ from course_lib.launch._rank import loopback_interface
 
 SHARED = "docs/SHARED_MACHINES.md"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # "1": torchrun opens a new store for the ranks of each attempt
+_STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # "1": torchrun opens a new store for the ranks of each attempt
 FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that systems hand out to clients
 
 
@@ -82,12 +82,12 @@ def place_of(environment: Mapping[str, str]) -> Place:
         return _torchrun_place(environment)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:  # a batch script alone has no step
         return _srun_place(environment)
-    return Place("accelerate" if STARTED_BY_ACCELERATE in environment else "alone")
+    return Place("accelerate" if _STARTED_BY_ACCELERATE in environment else "alone")
 
 
 def _torchrun_place(environment: Mapping[str, str]) -> Place:
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    engine = "accelerate" if STARTED_BY_ACCELERATE in environment else "torchrun"
+    engine = "accelerate" if _STARTED_BY_ACCELERATE in environment else "torchrun"
     if "MASTER_ADDR" not in environment and world_size > 1:
         raise ValueError(f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set; start ranks with torchrun or srun")
     return Place(
@@ -148,14 +148,14 @@ def restart_hint(environment: Mapping[str, str]) -> str | None:
 
     The agents' store outlives the ranks; from torch 2.13 on these use it too, and would find addresses of the dead.
     """
-    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 or environment.get(OWN_STORE) == "1":
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 or environment.get(_OWN_STORE) == "1":
         return None
-    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one agent: see `attempt_of`
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one agent: see `_attempt_of`
         return None
-    return f"restarts on gloo need {OWN_STORE}=1 in torchrun's own environment, on each machine"
+    return f"restarts on gloo need {_OWN_STORE}=1 in torchrun's own environment, on each machine"
 
 
-def attempt_of(place: Place, environment: Mapping[str, str]) -> str:
+def _attempt_of(place: Place, environment: Mapping[str, str]) -> str:
     """Which start of the ranks this is: torchrun's own store outlives them, and has addresses of those that died.
 
     Of several agents each counts its own restarts, so that their numbers may differ: there all use one, and torchrun
@@ -176,7 +176,7 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
     if place.address is None:
         store = dist.HashStore()
     else:
-        store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
+        store = dist.PrefixStore(f"attempt {_attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
     backend, why = agree_on_backend(place, store, backend)
     device = device_for(backend, place.local_rank)
     set_rank_device(device)
@@ -276,14 +276,14 @@ def agree_on_backend(place: Place, store: dist.Store, backend: str) -> tuple[str
 
     Bytes    an id of each rank to rank 0's store, and a number back
     """
-    store.set(f"gpu/{place.rank}", gpu_id(place.local_rank))
+    store.set(f"gpu/{place.rank}", _gpu_id(place.local_rank))
     if place.rank == 0:
         ids = {store.get(f"gpu/{rank}") for rank in range(place.world_size)} - {b""}
         store.set("gpus", str(len(ids)))
     return choose_backend(backend, place.world_size, int(store.get("gpus")))
 
 
-def gpu_id(local_rank: int) -> str:
+def _gpu_id(local_rank: int) -> str:
     """Return what tells the GPU that this rank would use from all others, wherever they are; "" if there is none."""
     if not dist.is_nccl_available() or torch.cuda.device_count() == 0:
         return ""

@@ -9,7 +9,7 @@ import torch
 from course_lib.validate import Bytes, checked
 
 # Source: PyTorch's c10/cuda CUDACachingAllocator: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer
-ALLOCATOR_ROUNDING_BYTES = 512
+_ALLOCATOR_ROUNDING_BYTES = 512
 SMALL_TENSOR_BYTES, SMALL_SEGMENT_BYTES = 2**20, 2 * 2**20
 LARGE_TENSOR_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
 
@@ -60,7 +60,7 @@ def cuda_memory(device: int | str | torch.device | None = None) -> CudaMemory:
 
 def rounded_bytes(nbytes: int) -> int:
     """The size that PyTorch's CUDA allocator gives a tensor of that many bytes."""
-    return -(-nbytes // ALLOCATOR_ROUNDING_BYTES) * ALLOCATOR_ROUNDING_BYTES
+    return -(-nbytes // _ALLOCATOR_ROUNDING_BYTES) * _ALLOCATOR_ROUNDING_BYTES
 
 
 @checked

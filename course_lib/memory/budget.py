@@ -30,7 +30,7 @@ from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
-ASSUMED_OVERHEADS: dict[str, int] = {
+_ASSUMED_OVERHEADS: dict[str, int] = {
     "CUDA context": 512 * 2**20,  # driver, kernels, libraries; 0.3 to 1 GiB are seen
     "cuBLAS workspace": 32 * 2**20,  # PyTorch's default on Hopper
 }
@@ -192,7 +192,7 @@ def overheads_of(run: Run) -> dict[str, int]:
     layout = run.layout
     groups = sum(size > 1 for size in (layout.data_size, layout.tp, layout.cp, layout.pp, layout.ep))
     nccl = {"NCCL's buffers": groups * NCCL_CHANNELS * NCCL_CHANNEL_BYTES} if groups else {}
-    return ASSUMED_OVERHEADS | nccl
+    return _ASSUMED_OVERHEADS | nccl
 
 
 @checked

@@ -28,7 +28,7 @@ from course_lib.validate import Amount, Bytes, Size, checked, whole
 
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 _ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
-PLACES = ("device", "host", "disk")
+_PLACES = ("device", "host", "disk")
 
 
 # ---- units
@@ -114,10 +114,10 @@ def five_d_states(
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
-    return states_of_flats(flats, layout.zero_stage, recipe, optimizer, step_counters)
+    return _states_of_flats(flats, layout.zero_stage, recipe, optimizer, step_counters)
 
 
-def states_of_flats(
+def _states_of_flats(
     flats: Sequence[Flat], zero_stage: int, recipe: Recipe | str, optimizer: str, step_counters: bool
 ) -> StateBytes:
     """The states of a rank that has these flats."""
@@ -173,13 +173,13 @@ class Offload:
     def __post_init__(self) -> None:
         for field in ("optimizer", "parameters", "activations"):
             place = getattr(self, field)
-            if place not in PLACES:
-                raise ValueError(f"{field} is {place!r}; choose from {', '.join(PLACES)}")
+            if place not in _PLACES:
+                raise ValueError(f"{field} is {place!r}; choose from {', '.join(_PLACES)}")
 
 
 def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     """Add up a rank's states by where they wait between steps; gradients stay on the device."""
-    places = dict.fromkeys(PLACES, 0)
+    places = dict.fromkeys(_PLACES, 0)
     places["device"] += states.gradients
     places[offload.optimizer] += states.optimizer
     places[offload.parameters] += states.parameters

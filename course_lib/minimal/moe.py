@@ -83,7 +83,7 @@ def balance_loss(logits_TE, expert_Tk):
 # --- the layer in a Llama
 
 
-def linear_of(weight):
+def _linear_of(weight):
     """Return a linear layer without bias that has these weights."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype, device=weight.device)
     linear.weight = nn.Parameter(weight.detach().clone())
@@ -93,14 +93,14 @@ def linear_of(weight):
 def put_experts(model, layer):
     """Put layer(router, experts, k) in the place of each mixture of experts of a Llama; parameters keep their names."""
     for block in model.blocks:
-        block.mlp = layer(linear_of(block.mlp.router.weight), block.mlp.experts, model.config.moe.top_k)
+        block.mlp = layer(_linear_of(block.mlp.router.weight), block.mlp.experts, model.config.moe.top_k)
     return model
 
 
 def layer_parts():
     """Return a router, experts and k, the same on every rank, in float64; the router has preferences, as trained."""
     layer = build(MOE_CONFIG, dtype=torch.float64).blocks[0].mlp
-    return linear_of(random_numbers(2, *layer.router.weight.shape) / 4), layer.experts, MOE_CONFIG.moe.top_k
+    return _linear_of(random_numbers(2, *layer.router.weight.shape) / 4), layer.experts, MOE_CONFIG.moe.top_k
 
 
 def tokens_of_rank(rank, num_tokens=64):

@@ -132,7 +132,7 @@ class GPT(nn.Module):
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x_BSD = self.dropout(self.embed(tokens_BS) + self.positions(positions_S))
-        return self.head(self.norm(run_blocks(self.blocks, x_BSD, self.recompute)))
+        return self.head(self.norm(_run_blocks(self.blocks, x_BSD, self.recompute)))
 
 
 class Encoder(nn.Module):
@@ -164,10 +164,10 @@ class Encoder(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + self.FIRST_POSITION
         x_BSD = self.embed(tokens_BS) + self.positions(positions_S) + self.token_type.weight[0]
-        return self.norm(run_blocks(self.blocks, self.dropout(x_BSD), self.recompute))
+        return self.norm(_run_blocks(self.blocks, self.dropout(x_BSD), self.recompute))
 
 
-def run_blocks(blocks: nn.ModuleList, x_BSD: Tensor, recompute: str) -> Tensor:
+def _run_blocks(blocks: nn.ModuleList, x_BSD: Tensor, recompute: str) -> Tensor:
     """One block after the other. Recompute "full" keeps only each block's input, and backward runs the block again."""
     for block in blocks:
         x_BSD = checkpoint(block, x_BSD, use_reentrant=False) if recompute == "full" else block(x_BSD)

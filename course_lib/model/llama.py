@@ -257,12 +257,12 @@ def build(
     model = model.to_empty(device=device)
     model.tie()
     if device.type != "meta":
-        init_weights(model, seed)
+        _init_weights(model, seed)
     return model
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: Seed) -> None:
+def _init_weights(model: nn.Module, seed: Seed) -> None:
     """Matrices from a normal distribution of deviation 0.02, norms one, biases zero.
 
     In the gpt family the two layers that write into the residual get 0.02 / sqrt(2 num_layers).
@@ -276,7 +276,7 @@ def init_weights(model: nn.Module, seed: Seed) -> None:
 
 
 def initial_weights(model: nn.Module, seed: Seed) -> Iterator[Tensor]:
-    """What `init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
+    """What `_init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:

@@ -37,9 +37,9 @@ from course_lib.parallel.engine import MicroBatches, ModelEngine
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tensor import sum_gradients
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that give the log-sum-exp
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that give the log-sum-exp
 
 
 # --- build
@@ -58,9 +58,9 @@ class ContextParallel(ModelEngine):
             check_context(x_BS.shape[1], self.cp_group.size(), "zigzag")
         num_tokens, losses = self.count_tokens(micro_batches), []
         for x_BS, y_BS in micro_batches:
-            cut = cut_by_pytorch if x_BS.is_cuda else cut_by_hand
+            cut = _cut_by_pytorch if x_BS.is_cuda else _cut_by_hand
             with cut(self, x_BS, y_BS) as (x_Bs, y_Bs, positions_s):
-                loss_partial = sum_of_losses(self(x_Bs, positions_s), y_Bs) / num_tokens
+                loss_partial = _sum_of_losses(self(x_Bs, positions_s), y_Bs) / num_tokens
                 loss_partial.backward()
             losses.append(loss_partial.detach())
         return torch.stack(losses).sum()
@@ -85,18 +85,18 @@ def build(model: nn.Module, group: Group) -> ContextParallel:
         raise ValueError(f"PyTorch's ring takes llama and gpt without dropout, experts, mla; {config.name} is another")
     engine = ContextParallel(model, group)
     for block in model.blocks:
-        block.attention.core = on_a_gpu if model.embed.weight.is_cuda else ring_core(engine)
+        block.attention.core = _on_a_gpu if model.embed.weight.is_cuda else _ring_core(engine)
     return engine
 
 
 # --- on a CPU: the template and the CPU's flash kernel
 
 
-def ring_core(engine: ContextParallel):
+def _ring_core(engine: ContextParallel):
     """The core of one block: causal attention of my tokens to those of all ranks. Dropout was refused."""
 
     def core(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
-        with ring_options(q_BNsH.dtype):
+        with _ring_options(q_BNsH.dtype):
             return _RingAttention.apply(q_BNsH, k_BKsH, v_BKsH, engine.cp_group)
 
     return core
@@ -107,7 +107,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BNsH, k_BKsH, v_BKsH, group):
-        out_BNsH, lse_BNs = _templated_ring_attention(group, 2, FLASH, q_BNsH, k_BKsH, v_BKsH, is_causal=True)
+        out_BNsH, lse_BNs = _templated_ring_attention(group, 2, _FLASH, q_BNsH, k_BKsH, v_BKsH, is_causal=True)
         ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs)
         ctx.group = group
         return out_BNsH
@@ -115,16 +115,16 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BNsH):
         q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs = ctx.saved_tensors
-        with ring_options(q_BNsH.dtype):
+        with _ring_options(q_BNsH.dtype):
             grads = _templated_ring_attention_backward(
-                ctx.group, 2, FLASH_BACKWARD, grad_BNsH, "grad_out", q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs,
+                ctx.group, 2, _FLASH_BACKWARD, grad_BNsH, "grad_out", q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs,
                 is_causal=True, dropout_p=0.0,
             )  # fmt: skip
         return *grads, None
 
 
 @contextmanager
-def ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def _ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """PyTorch's options are global: zigzag and a ring inside, as before outside."""
     options = {
         "enable_load_balance": True,
@@ -144,7 +144,7 @@ def ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
 # --- on a GPU: what PyTorch offers
 
 
-def on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
+def _on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
     """Inside `context_parallel` this function of PyTorch is the ring."""
     group_size = q_BNsH.shape[1] // k_BKsH.shape[1]
     if group_size > 1:
@@ -153,26 +153,26 @@ def on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True
 
 
 @contextmanager
-def cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions. Backward must run inside as well: it is a ring too."""
     buffers = [x_BS.clone(), y_BS.clone(), torch.arange(x_BS.shape[1], device=x_BS.device)]
     mesh = DeviceMesh.from_group(engine.cp_group, x_BS.device.type, mesh_dim_names=("cp",))
     with (
-        ring_options(),
-        sdpa_kernel(GPU_KERNELS),
+        _ring_options(),
+        sdpa_kernel(_GPU_KERNELS),
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)),
     ):
         yield tuple(buffers)
 
 
 @contextmanager
-def cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions."""
     mine_s = positions("zigzag", x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s
 
 
-def sum_of_losses(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
+def _sum_of_losses(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
     """Cross-entropy of each of my tokens, summed, in FP32 at least."""
     logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
     return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="sum")

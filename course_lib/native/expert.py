@@ -52,14 +52,14 @@ class GroupedExperts(nn.Module):
 
 def products(x_RD: Tensor, w_eFD: Tensor, rows_e: Tensor) -> Tensor:
     """Each expert's matrix times its own rows."""
-    if can_group(w_eFD):
+    if _can_group(w_eFD):
         return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=rows_e.cumsum(0, dtype=torch.int32))
     return torch.cat(
         [F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD, strict=True)]
     )
 
 
-def can_group(w_eFD: Tensor) -> bool:
+def _can_group(w_eFD: Tensor) -> bool:
     """Whether grouped_mm takes these matrices."""
     whole_lines = all(size * w_eFD.element_size() % 16 == 0 for size in w_eFD.shape[1:])
     return whole_lines and w_eFD.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +89,7 @@ class ExpertDDP(DistributedDataParallel, Engine):
         return share_of(losses, num_tokens, auxiliary) * self.process_group.size()
 
     def finish(self) -> None:
-        mean_expert_gradients(self)
+        _mean_expert_gradients(self)
 
     def mean_loss(self, share: Tensor) -> Tensor:
         return comm.all_reduce(share, self.process_group, op="mean")
@@ -126,7 +126,7 @@ def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None
     )
     for moe in moe_layers(model):
         keep_my_experts(moe, layout, mesh.get_local_rank("ep"))
-        moe.run_experts = partial(run_grouped, mesh.get_group("ep"))
+        moe.run_experts = partial(_run_grouped, mesh.get_group("ep"))
         moe.sum_load = partial(comm.all_reduce, group=group)
     names = [name for name, _ in model.named_parameters() if ".experts." in name]
     names += [name for name, _ in model.named_buffers()]  # loads are each rank's own, biases equal by the same rule
@@ -140,7 +140,7 @@ def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
     moe.experts = GroupedExperts(list(moe.experts)[ep_rank * width : (ep_rank + 1) * width])
 
 
-def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
+def _run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a row for every choice."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
     to_rank = rows_E.view(group.size(), -1)
@@ -159,7 +159,7 @@ def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor,
 # --- what DDP does not sum
 
 
-def mean_expert_gradients(engine: ExpertDDP) -> None:
+def _mean_expert_gradients(engine: ExpertDDP) -> None:
     """Summed over the ranks that have the same experts, divided by the number of ALL ranks, as DDP divides the rest."""
     group = engine.mesh.get_group("expert_dp")
     for moe in moe_layers(engine):

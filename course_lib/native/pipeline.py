@@ -33,9 +33,9 @@ SCHEDULES = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipe_v": pipelining.ScheduleDualPipeV,
 }
-ONE_STAGE = ("afab", "1f1b")  # a rank
-IN_A_V = ("zbv", "dualpipe_v")  # stage s on rank s, then back
-LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_ONE_STAGE = ("afab", "1f1b")  # a rank
+_IN_A_V = ("zbv", "dualpipe_v")  # stage s on rank s, then back
+_LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 # --- build
@@ -48,7 +48,7 @@ class Pipeline(nn.Module, Engine):
         super().__init__()
         self.config, self.group, self.schedule = model.config, group, schedule
         self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
-        self.rank_of_stage = ranks_of_stages(schedule, group.size(), v)
+        self.rank_of_stage = _ranks_of_stages(schedule, group.size(), v)
         layers = check_stages(model.config, len(self.rank_of_stage))
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == group.rank()]
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers) for stage in mine})
@@ -78,9 +78,9 @@ class Pipeline(nn.Module, Engine):
         return self.rank_of_stage[-1] == self.group.rank()
 
 
-def ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
+def _ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
     """Stage s on rank s % pp, or down and up again in a V."""
-    return [*range(pp_size), *reversed(range(pp_size))] if schedule in IN_A_V else [*range(pp_size)] * v
+    return [*range(pp_size), *reversed(range(pp_size))] if schedule in _IN_A_V else [*range(pp_size)] * v
 
 
 def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) -> Pipeline:
@@ -93,32 +93,32 @@ def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) ->
     check_group(group, "build")
     if schedule not in SCHEDULES or model.config.tied:
         raise ValueError(f"schedule is {schedule!r}; choose from {', '.join(SCHEDULES)}, and a model that is not tied")
-    check_stages(model.config, len(ranks_of_stages(schedule, group.size(), v)))
+    check_stages(model.config, len(_ranks_of_stages(schedule, group.size(), v)))
     return Pipeline(model, group, schedule, v)
 
 
 # --- PyTorch's objects
 
 
-def runner_of(engine: Pipeline, micro_batches: MicroBatches):
+def _runner_of(engine: Pipeline, micro_batches: MicroBatches):
     """The schedule for so many micro-batches of that shape, made once."""
     x_BS, _ = micro_batches[0]
     key = len(micro_batches), tuple(x_BS.shape)
     if key not in engine.runners:
-        engine.runners[key] = make_runner(engine, *key)
+        engine.runners[key] = _make_runner(engine, *key)
     return engine.runners[key]
 
 
-def make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
+def _make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
     """Loss and gradients of a micro-batch count by its share: PyTorch need not scale them."""
-    stages = [make_stage(engine, int(stage), module, shape_BS) for stage, module in engine.stages.items()]
+    stages = [_make_stage(engine, int(stage), module, shape_BS) for stage, module in engine.stages.items()]
 
     def share_of_loss(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
         logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
         return F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten()) / count
 
     schedule_class = SCHEDULES[engine.schedule]
-    one_or_all = stages[0] if engine.schedule in ONE_STAGE else stages
+    one_or_all = stages[0] if engine.schedule in _ONE_STAGE else stages
     return schedule_class(one_or_all, count, loss_fn=share_of_loss, scale_grads=False)
 
 
@@ -129,7 +129,7 @@ class StageWithoutWarmUp(PipelineStage):
         return []
 
 
-def make_stage(engine: Pipeline, number: int, module: nn.Module, shape_BS: tuple[int, int]) -> PipelineStage:
+def _make_stage(engine: Pipeline, number: int, module: nn.Module, shape_BS: tuple[int, int]) -> PipelineStage:
     """Given what goes in and out, as tensors without numbers, PyTorch need not find out by running the model."""
     num_stages = len(engine.rank_of_stage)
     x_BSD = torch.empty(*shape_BS, engine.config.d_model, dtype=engine.dtype, device="meta", requires_grad=True)
@@ -147,7 +147,7 @@ def order_of(engine: Pipeline, count: int) -> str:
 
     For 1f1b PyTorch's list is only shown, not executed, and on the last rank it numbers forwards one too high.
     """
-    order = make_runner(engine, count, (1, 1)).pipeline_order
+    order = _make_runner(engine, count, (1, 1)).pipeline_order
     return "\n".join(" ".join(_instructions(order[rank])) for rank in range(engine.group.size()))
 
 
@@ -155,9 +155,9 @@ def _instructions(actions: list) -> list[str]:
     """Without what idles, communicates, or holds a pair that could run at once (its parts follow one another)."""
     parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
     return [
-        f"{LETTERS[part.computation_type.name]}{part.microbatch_index}@{part.stage_index}"
+        f"{_LETTERS[part.computation_type.name]}{part.microbatch_index}@{part.stage_index}"
         for part in parts
-        if part.computation_type.name in LETTERS
+        if part.computation_type.name in _LETTERS
     ]
 
 
@@ -173,7 +173,7 @@ def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
     losses = []
     inputs = (x_BS,) if engine.has_first else ()
     outputs = {"target": y_BS, "losses": losses} if engine.has_last else {}
-    runner_of(engine, micro_batches).step(*inputs, **outputs, return_outputs=False)
+    _runner_of(engine, micro_batches).step(*inputs, **outputs, return_outputs=False)
     zero = torch.zeros((), dtype=torch.promote_types(engine.dtype, torch.float32), device=engine.device)
     return sum((loss.detach() for loss in losses), zero)
 

@@ -47,7 +47,7 @@ class TensorSequenceParallel(TensorParallel):
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Raises ValueError if S does not divide, below torch 2.13, before anything is sent."""
         for x_BS, _ in micro_batches:
-            check_sequence(x_BS.shape[1], self.mesh.size())
+            _check_sequence(x_BS.shape[1], self.mesh.size())
         return super().run(micro_batches)
 
 
@@ -61,7 +61,7 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
     return TensorSequenceParallel(model, group)
 
 
-def check_sequence(seq_len: int, tp_size: int) -> None:
+def _check_sequence(seq_len: int, tp_size: int) -> None:
     """Raises ValueError for a length that this torch cannot cut."""
     if seq_len < tp_size:
         raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")

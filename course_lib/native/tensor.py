@@ -51,7 +51,7 @@ class TensorParallel(DTensorEngine):
         parallelize_module(model, mesh, plan, src_data_rank=None)
         model.tie()
         model.embed.weight.register_post_accumulate_grad_hook(keep_own_part)
-        check_sharded(model, group.size())
+        _check_sharded(model, group.size())
         super().__init__(model, mesh)
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
@@ -125,7 +125,7 @@ def check_shardable(config: ModelConfig, tp_size: int) -> None:
             raise ValueError(f"{field} ({getattr(config, field)}) must be divisible by tp ({tp_size}); change tp")
 
 
-def check_sharded(model: nn.Module, tp_size: int) -> None:
+def _check_sharded(model: nn.Module, tp_size: int) -> None:
     """Raises RuntimeError unless embedding and linear layers are all cut: PyTorch only warns of an idle entry."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) and module is not model.embed:

@@ -13,31 +13,31 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 SIZES = tuple(digit * 10**power for power in range(3, 10) for digit in (1, 3))
 
 
-def cost_parts(cost, size: int) -> dict[str, float]:
+def _cost_parts(cost, size: int) -> dict[str, float]:
     """Seconds of one way by what they are spent on."""
     return {"latency": cost.latency_s, "moving bytes": cost.seconds(size) - cost.latency_s}
 
 
-def draw_collective(collective, size, ranks, gpus_per_node, inside, between) -> Shown:
+def _draw_collective(collective, size, ranks, gpus_per_node, inside, between) -> Shown:
     """Seconds of each way to do it, and for every size of a message the share that is latency."""
     here = min(ranks, gpus_per_node)
     place = ranks, Cluster(gpu("h100"), link(inside), link(between), gpus_per_node), here
     best = fastest(collective, size, *place)
     ways = sorted(collective_costs(collective, *place), key=lambda cost: cost.seconds(size))
-    names = {f"{cost.algorithm}, {cost.protocol}": cost_parts(cost, size) for cost in ways[:5]}
+    names = {f"{cost.algorithm}, {cost.protocol}": _cost_parts(cost, size) for cost in ways[:5]}
     over = f"{ranks} ranks in one node" if ranks == here else f"{ranks} ranks on {ranks // here} nodes"
     title = f"{collective} of {show_bytes(size)}, {over}: the fastest ways"
     forms = [Bars(title, names, "seconds", chosen=next(iter(names)))]
     shares, first = [], None
     for one in SIZES:
-        parts = cost_parts(fastest(collective, one, *place), one)
+        parts = _cost_parts(fastest(collective, one, *place), one)
         shares.append({part: seconds / sum(parts.values()) for part, seconds in parts.items()})
         if first is None and parts["moving bytes"] > parts["latency"]:
             first = one
     labels = [show_bytes(one) for one in SIZES]
     title = "Share of the time, by the size of the message"
     forms.append(Columns(title, shares, labels, "share", chosen=show_bytes(size)))
-    parts, total = cost_parts(best, size), best.seconds(size)
+    parts, total = _cost_parts(best, size), best.seconds(size)
     rules = f"Latency decides below {show_bytes(first)}." if first else "Latency decides for all of these sizes."
     said = (
         f"{show_seconds(total)} = {show_seconds(parts['latency'])} of latency + "
@@ -55,5 +55,5 @@ COLLECTIVE = Panel(
         "ranks": Control("ranks", powers(2, 1024), 8, "slider"),
         **controls(gpus_per_node=(8, powers(1, 8)), inside="nvlink4", between="efa"),
     },
-    draw_collective,
+    _draw_collective,
 )

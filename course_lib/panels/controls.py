@@ -35,10 +35,10 @@ def of_table(table: Mapping, keep=lambda record: True) -> Options:
     return tuple((record.name, key) for key, record in table.items() if keep(record))
 
 
-NODE_LINKS = of_table(LINKS, lambda known: known.kind in ("nvlink", "pci"))
-NETWORKS = of_table(LINKS, lambda known: known.kind == "network")
-BF16_GPUS = of_table(GPUS, lambda known: known.bf16_flops)
-CONTROLS: dict[str, tuple[str, str, Options]] = {  # what it is called, how it is chosen, from what
+_NODE_LINKS = of_table(LINKS, lambda known: known.kind in ("nvlink", "pci"))
+_NETWORKS = of_table(LINKS, lambda known: known.kind == "network")
+_BF16_GPUS = of_table(GPUS, lambda known: known.bf16_flops)
+_CONTROLS: dict[str, tuple[str, str, Options]] = {  # what it is called, how it is chosen, from what
     "model": ("model", "list", named(name for name, config in PRESETS.items() if config.family == "llama")),
     "seq_len": ("sequence", "slider", powers(64, 2**20)),
     "micro_batch": ("micro-batch", "slider", powers(1, 64)),
@@ -47,9 +47,9 @@ CONTROLS: dict[str, tuple[str, str, Options]] = {  # what it is called, how it i
     "optimizer": ("optimizer", "list", named(OPTIMIZERS)),
     "attention": ("attention", "list", (("fused (FlashAttention)", "fused"), ("standard (all scores)", "standard"))),
     "recompute": ("recomputation", "list", named(("none", "selective", "full"))),
-    "gpu": ("GPU", "list", BF16_GPUS),
-    "inside": ("inside a node", "list", NODE_LINKS),
-    "between": ("between nodes", "list", NETWORKS),
+    "gpu": ("GPU", "list", _BF16_GPUS),
+    "inside": ("inside a node", "list", _NODE_LINKS),
+    "between": ("between nodes", "list", _NETWORKS),
     "gpus_per_node": ("GPUs a node", "slider", powers(1, 64)),
     "dp": ("dp", "slider", powers(1, 2048)),
     "cp": ("cp", "slider", powers(1, 64)),
@@ -70,7 +70,7 @@ def controls(**starts: Value | tuple[Value, Options]) -> dict[str, Control]:
     """Return the controls of these names with what they start at, or (start, options) for others than the table's."""
     found = {}
     for name, start in starts.items():
-        label, kind, usual = CONTROLS[name]
+        label, kind, usual = _CONTROLS[name]
         first, options = start if isinstance(start, tuple) else (start, usual)
         found[name] = Control(label, options, first, kind)
     return found

@@ -92,7 +92,7 @@ def kept_of(expert_Tk: list[list[int]], room: int | None) -> list[list[int]]:
     return kept
 
 
-def draw_experts(experts, top_k, capacity, ep, nodes, max_nodes, skew, method, d_model) -> Shown:  # noqa: PLR0913
+def _draw_experts(experts, top_k, capacity, ep, nodes, max_nodes, skew, method, d_model) -> Shown:  # noqa: PLR0913
     """Draw a routing, drop what exceeds each expert's capacity for each rank, and count the bytes of the rest."""
     if ep % nodes:
         raise ValueError(f"ep ({ep}) must be divisible by the nodes ({nodes}); choose fewer nodes, or more ranks")
@@ -153,5 +153,5 @@ EXPERTS = Panel(
         "method": Control("a token travels", METHODS, "plain"),
         "d_model": Control("d_model", powers(512, 8192), 4096, "slider"),
     },
-    draw_experts,
+    _draw_experts,
 )

@@ -24,7 +24,7 @@ def budget_of(values: dict) -> Budget:
     return budgets(Run(preset(values["model"]), layout_of(values), values["seq_len"], **how))[0]
 
 
-def draw_memory(**values) -> Shown:
+def _draw_memory(**values) -> Shown:
     """What is there between two steps and at the largest moment of one, and which GPUs have room for it."""
     needed = budget_of(values)
     limits = dict.fromkeys((*COMPARED, values["gpu"]))
@@ -45,7 +45,7 @@ def draw_memory(**values) -> Shown:
     return [Bars(bars.title, rows, limits=bars.limits)], said.strip()
 
 
-def draw_optimizers(**values) -> Shown:
+def _draw_optimizers(**values) -> Shown:
     """One bar for each optimizer, and which of them fit."""
     found = {name: budget_of(values | {"optimizer": name}) for name in OPTIMIZERS}
     fit = [name for name, needed in found.items() if fits(needed, values["gpu"])]
@@ -59,16 +59,17 @@ def draw_optimizers(**values) -> Shown:
 
 
 ALL_MODELS = named(PRESETS)
-ALL_GPUS = of_table(GPUS)
+_ALL_GPUS = of_table(GPUS)
 _SIZES = controls(model=("llama-3.1-8b", ALL_MODELS), seq_len=(4096, powers(64, 131_072)), micro_batch=1)
 MEMORY = Panel(
     "Memory of one GPU",
     _SIZES
-    | controls(recipe="bf16-master", optimizer="adamw", attention="fused", recompute="none", gpu=("h100", ALL_GPUS)),
-    draw_memory,
+    | controls(recipe="bf16-master", optimizer="adamw", attention="fused", recompute="none", gpu=("h100", _ALL_GPUS)),
+    _draw_memory,
 )
 OPTIMIZER = Panel(
     "Optimizers and memory",
-    _SIZES | controls(micro_batches=(1, powers(1, 16)), recipe="bf16-master", recompute="none", gpu=("h100", ALL_GPUS)),
-    draw_optimizers,
+    _SIZES
+    | controls(micro_batches=(1, powers(1, 16)), recipe="bf16-master", recompute="none", gpu=("h100", _ALL_GPUS)),
+    _draw_optimizers,
 )

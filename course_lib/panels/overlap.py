@@ -17,11 +17,11 @@ from course_lib.span import Span
 from course_lib.timing import collective_s, dp_spans, exposed_s
 from course_lib.units import show_bytes, show_seconds
 
-ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
+_ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
 GRAD_BYTES = 4  # gradients are reduced in FP32
 
 
-def step_spans(values: Mapping) -> list[Span]:
+def _step_spans(values: Mapping) -> list[Span]:
     """Spans of one step: micro-batches without communication, the last with an all-reduce for each bucket.
 
     Assumes: each GPU computes at ASSUMED_MFU of its peak; a ring over the slowest link; equal buckets; the model fits;
@@ -30,7 +30,7 @@ def step_spans(values: Mapping) -> list[Span]:
     config, device = preset(values["model"]), gpu(values["gpu"])
     peak = peak_flops(device, "bf16" if device.bf16_flops else "fp16")
     tokens, buckets = values["micro_batch"] * values["seq_len"], values["buckets"] * (values["dp"] > 1)
-    micro_s = step_flops(config, tokens, values["seq_len"]) / (peak * ASSUMED_MFU)
+    micro_s = step_flops(config, tokens, values["seq_len"]) / (peak * _ASSUMED_MFU)
     size = GRAD_BYTES * count_parameters(config) / values["buckets"]
     one_s = collective_s("all_reduce", size, values["dp"], link(values["link"]))
     spans = dp_spans(micro_s / 3, 2 * micro_s / 3, [one_s] * buckets, values["overlap"])
@@ -43,7 +43,7 @@ def step_spans(values: Mapping) -> list[Span]:
 
 def draw_overlap(**values) -> Shown:
     """Two lanes, computing and communication; what begins after computing has ended is not hidden."""
-    spans = step_spans(values)
+    spans = _step_spans(values)
     stop_s, hidden_until = max(span.stop_s for span in spans), max(s.stop_s for s in spans if s.lane == "compute")
     lanes = {"computing": [], "communication": []}
     for span in spans:

@@ -11,7 +11,7 @@ from course_lib.schedules import SCHEDULES, Schedule, make, simulate, stages_per
 from course_lib.schedules.instructions import Instruction
 from course_lib.schedules.simulator import Costs, Simulation
 
-MOST_BOXES = 700  # more cannot be told apart in one chart
+_MOST_BOXES = 700  # more cannot be told apart in one chart
 NAMES = {
     "naive": "naive: one micro-batch after the other",
     "afab": "all forward, all backward (GPipe)",
@@ -65,13 +65,13 @@ def peaks(simulation: Simulation) -> tuple[list[float], list[float]]:
     return alone, together
 
 
-def draw_pipeline(schedule, pp, micro_batches, v, forward, input_gradient, weight_gradient, transfer) -> Shown:
+def _draw_pipeline(schedule, pp, micro_batches, v, forward, input_gradient, weight_gradient, transfer) -> Shown:
     """Clock a schedule. Times are of all layers of a rank, for one micro-batch; v: stages a rank (interleaved)."""
     made = make(schedule, pp, micro_batches, v)
     boxes = sum(map(len, made.instructions))
-    if boxes > MOST_BOXES:
+    if boxes > _MOST_BOXES:
         raise ValueError(
-            f"{boxes} instructions are more than one chart has room for ({MOST_BOXES}); choose fewer micro-batches, "
+            f"{boxes} instructions are more than one chart has room for ({_MOST_BOXES}); choose fewer micro-batches, "
             "ranks or stages a rank"
         )
     stages = stages_per_rank(schedule, v)
@@ -114,5 +114,5 @@ PIPELINE = Panel(
         "weight_gradient": Control("weight gradient", named(TIMES), 1.0, "slider"),
         "transfer": Control("transfer", named((0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)), 0.0, "slider"),
     },
-    draw_pipeline,
+    _draw_pipeline,
 )

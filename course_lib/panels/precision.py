@@ -96,7 +96,7 @@ def add(name: str, weight: float, update: float) -> tuple[float, float, float]:
     return stored, change, format.stored(FORMATS["fp32"].stored(stored + change))
 
 
-def draw_precision(weight: float, update: float) -> Shown:
+def _draw_precision(weight: float, update: float) -> Shown:
     """The range of each format with the weight and the update in it, and what becomes of their sum."""
     lanes, notes, said = {}, {}, []
     for name in SHOWN:
@@ -121,5 +121,5 @@ PRECISION = Panel(
         "weight": Control("weight", _magnitudes(-8, 5), 1.0, "slider"),
         "update": Control("update", _magnitudes(-12, 5), 1e-3, "slider"),
     },
-    draw_precision,
+    _draw_precision,
 )

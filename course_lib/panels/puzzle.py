@@ -14,7 +14,7 @@ from course_lib.schedules.simulator import Costs, Simulation
 from course_lib.validate import Size, checked
 
 RANKS, MICRO_BATCHES = 3, 4
-COSTS = Costs(forward_s=1.0, input_backward_s=1.0, weight_backward_s=1.0)
+_COSTS = Costs(forward_s=1.0, input_backward_s=1.0, weight_backward_s=1.0)
 RULES = "F takes 1; B takes 2, or in its place I and W, 1 each: the next rank needs only I."
 SHOWN = 4  # problems at once; the rest is counted
 
@@ -45,7 +45,7 @@ def left_of(row: Sequence[Instruction], micro_batches: int) -> list[str]:
     return left
 
 
-def clock_begun(schedule: Schedule) -> list[list[tuple[Instruction, float, float]]]:
+def _clock_begun(schedule: Schedule) -> list[list[tuple[Instruction, float, float]]]:
     """Return when what can run of an unfinished schedule runs, rank by rank."""
     rows: list[list] = [[] for _ in range(schedule.pp)]
     stop_s: dict[Instruction, float] = {}
@@ -53,7 +53,7 @@ def clock_begun(schedule: Schedule) -> list[list[tuple[Instruction, float, float
         for one in group:
             free_s = rows[rank][-1][2] if rows[rank] else 0.0
             start_s = max([free_s, *(stop_s[need] for need in needs(one, schedule))])
-            stop_s[one] = start_s + COSTS.seconds(one)
+            stop_s[one] = start_s + _COSTS.seconds(one)
             rows[rank].append((one, start_s, stop_s[one]))
     return rows
 
@@ -67,7 +67,7 @@ def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Simulation:
     follow pp - 1 more.
     """
     made = [make(name, pp, num_micro_batches) for name in SCHEDULES if stages_per_rank(name) == 1]
-    found = [simulate(one, COSTS) for one in made if one.splits_backward == split]
+    found = [simulate(one, _COSTS) for one in made if one.splits_backward == split]
     return min(found, key=lambda best: (best.makespan_s, sum(best.peak_live)))
 
 
@@ -91,9 +91,9 @@ def judge(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> tuple[list
         lacks = "; ".join(f"rank {rank}: {' '.join(words)}" for rank, words in left.items() if words)
         said = f"Good so far. Still to place: {lacks}. {RULES}"
     else:
-        simulation = simulate(schedule, COSTS)
+        simulation = simulate(schedule, _COSTS)
         return [chart("Your schedule", schedule, clocked(simulation), simulation.makespan_s)], _score(simulation)
-    times = clock_begun(schedule)
+    times = _clock_begun(schedule)
     longest = best_known(len(rows), micro_batches, split=False).makespan_s  # a scale that stays
     stop_s = max([longest, *(stop for row in times for _, _, stop in row)])
     return [chart("What can run of it so far", schedule, times, stop_s)], said
@@ -125,7 +125,7 @@ def _score(simulation: Simulation) -> str:
     return said
 
 
-def draw_puzzle(**rows: str) -> Shown:
+def _draw_puzzle(**rows: str) -> Shown:
     """Judge what is placed on each rank."""
     forms, said = judge(list(rows.values()))
     if not forms:
@@ -138,7 +138,7 @@ _SOLUTION = make("1f1b", RANKS, MICRO_BATCHES).instructions
 PUZZLE = Panel(
     "Place the blocks of a pipeline",
     {f"rank{rank}": Control(f"rank {rank}", _BLOCKS, "", "words") for rank in range(RANKS)},
-    draw_puzzle,
+    _draw_puzzle,
     {
         "a solution": ({f"rank{rank}": words_of(row) for rank, row in enumerate(_SOLUTION)}, ""),
         "empty ranks": ({f"rank{rank}": "" for rank in range(RANKS)}, ""),

@@ -22,7 +22,7 @@ def kept_bytes(layer: int, how: str, seq_len: int, micro_batch: int, attention: 
     return sum(size for terms in layer_terms(part_of(run), layer) for size in terms.values())
 
 
-def draw_recompute(blocks: str, recompute: str, seq_len: int, micro_batch: int, attention: str) -> Shown:
+def _draw_recompute(blocks: str, recompute: str, seq_len: int, micro_batch: int, attention: str) -> Shown:
     """What each block keeps, and what is there when backward comes to it: its own activations are whole again."""
     how, config = (seq_len, micro_batch, attention), preset(MODEL)
     whole = [kept_bytes(layer, "none", *how) for layer in range(BLOCKS)]
@@ -55,7 +55,7 @@ RECOMPUTE = Panel(
         **controls(seq_len=(4096, powers(256, 65_536))),
         **controls(micro_batch=1, attention="fused"),
     },
-    draw_recompute,
+    _draw_recompute,
     presets={
         "every block": ({"blocks": "1" * BLOCKS}, ""),
         "every second block": ({"blocks": "01" * (BLOCKS // 2)}, ""),

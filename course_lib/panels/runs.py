@@ -68,7 +68,7 @@ def sent_by_axis(run: Run) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------ ZeRO (lesson 4)
-OFFLOADS = {
+_OFFLOADS = {
     "none": Offload(),
     "optimizer on the CPU": Offload(optimizer="host"),
     "optimizer on disk": Offload(optimizer="disk"),
@@ -82,7 +82,7 @@ def zero_runs(values: Mapping) -> dict[str, Run]:
 
     Raises   ValueError if the chosen stage cannot offload them
     """
-    config, offload = preset(values["model"]), OFFLOADS[values["offload"]]
+    config, offload = preset(values["model"]), _OFFLOADS[values["offload"]]
     how = {"recipe": values["recipe"], "offload": offload}
     chosen, runs = Run(config, layout_of(values), values["seq_len"], **how), {}
     for stage in range(4):
@@ -92,7 +92,7 @@ def zero_runs(values: Mapping) -> dict[str, Run]:
     return runs
 
 
-def draw_zero(**values) -> Shown:
+def _draw_zero(**values) -> Shown:
     """All stages; of the chosen one also how often it sends its parameters' bytes, and what waits elsewhere."""
     runs, dp = zero_runs(values), values["dp"]
     chosen = list(runs)[values["zero_stage"]]
@@ -115,8 +115,8 @@ ZERO = Panel(
     controls(model=("llama-3.1-8b", ALL_MODELS), zero_stage=3, dp=(8, powers(1, 1024)), gpu="h100", micro_batch=1)
     | controls(micro_batches=(1, powers(1, 64)), seq_len=(4096, LENGTHS), recipe="bf16-master", recompute="none")
     | controls(between="efa")
-    | {"offload": Control("offload", named(OFFLOADS), "none")},
-    draw_zero,
+    | {"offload": Control("offload", named(_OFFLOADS), "none")},
+    _draw_zero,
 )
 
 
@@ -128,13 +128,13 @@ MODES = {
 }
 
 
-def possible_tp(config: ModelConfig) -> list[int]:
+def _possible_tp(config: ModelConfig) -> list[int]:
     """Return the powers of two up to 64 to which the model's heads can be dealt out."""
     N, K, sizes = config.num_heads, config.num_kv_heads, [1 << power for power in range(7)]
     return [tp for tp in sizes if N % tp == 0 and (K % tp == 0 or tp % K == 0)]
 
 
-def tensor_run(values: Mapping, tp: int, mode: str = "TP") -> Run:
+def _tensor_run(values: Mapping, tp: int, mode: str = "TP") -> Run:
     """Return the run on tp ranks, in a mode of MODES; one rank has no sequence to divide.
 
     Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
@@ -143,19 +143,19 @@ def tensor_run(values: Mapping, tp: int, mode: str = "TP") -> Run:
     return Run(preset(values["model"]), layout, values["seq_len"])
 
 
-def draw_tensor(**values) -> Shown:
+def _draw_tensor(**values) -> Shown:
     """One GPU alone, the chosen size of tp, half and twice of it, without sequence parallelism."""
-    tp, sizes = values["tp"], possible_tp(preset(values["model"]))
-    tensor_run(values, tp)  # says which sizes there are, if this is none
+    tp, sizes = values["tp"], _possible_tp(preset(values["model"]))
+    _tensor_run(values, tp)  # says which sizes there are, if this is none
     shown = [size for size in sizes if size in (1, tp // 2, tp, 2 * tp)]
-    runs = {f"tp {size}": tensor_run(values, size) for size in shown}
+    runs = {f"tp {size}": _tensor_run(values, size) for size in shown}
     title = f"{values['model']}, {values['seq_len']:,} tokens"
     return compared(title, runs, f"tp {tp}", cluster_of(values), UNHIDDEN)
 
 
-def draw_sequence(**values) -> Shown:
+def _draw_sequence(**values) -> Shown:
     """One size of tp: alone, with sequence parallelism, and with inputs that are gathered again in backward."""
-    runs = {mode: tensor_run(values, values["tp"], mode) for mode in MODES}
+    runs = {mode: _tensor_run(values, values["tp"], mode) for mode in MODES}
     title = f"{values['model']}, {values['seq_len']:,} tokens, tp {values['tp']}"
     return compared(title, runs, values["mode"], cluster_of(values), UNHIDDEN)
 
@@ -164,19 +164,19 @@ _WHERE = controls(micro_batch=1, recompute="none", gpu="h100", inside="nvlink4",
 TENSOR = Panel(
     "Tensor parallelism",
     controls(model=("llama-3.1-8b", ALL_MODELS), tp=8, seq_len=(4096, LENGTHS)) | _WHERE,
-    draw_tensor,
+    _draw_tensor,
 )
 TENSOR_SEQUENCE = Panel(
     "Sequence parallelism",
     controls(model=("llama-3.1-8b", ALL_MODELS), tp=8, seq_len=(65_536, LENGTHS))
     | {"mode": Control("parallelism", named(MODES), "gathered again")}
     | _WHERE,
-    draw_sequence,
+    _draw_sequence,
 )
 
 
 # ------------------------------------------------------------------------------------ context (lesson 7)
-def context_runs(values: Mapping) -> dict[str, Run]:
+def _context_runs(values: Mapping) -> dict[str, Run]:
     """Return the run without cp and by each method that is possible: tp with SP inside, ZeRO-1 over cp's ranks.
 
     Raises   ValueError if the chosen method is not, or the sequence does not divide
@@ -195,9 +195,9 @@ def context_runs(values: Mapping) -> dict[str, Run]:
     return runs
 
 
-def draw_context(**values) -> Shown:
+def _draw_context(**values) -> Shown:
     """Memory and a step without cp, and by each method."""
-    runs, cp = context_runs(values), values["cp"]
+    runs, cp = _context_runs(values), values["cp"]
     chosen = f"cp {cp}, {values['cp_method']}" if cp > 1 else "cp 1"
     title = f"{values['model']}, {values['seq_len']:,} tokens, tp {values['tp']}"
     return compared(title, runs, chosen, cluster_of(values), "course")
@@ -208,13 +208,13 @@ CONTEXT = Panel(
     controls(model="llama-3.1-8b", seq_len=(131_072, powers(1024, 2**20)), tp=(8, powers(1, 8)), cp=4)
     | controls(cp_method="ring", cp_sharding="zigzag", recompute="none", gpu="h100", inside="nvlink4")
     | controls(between="ib-ndr400"),
-    draw_context,
+    _draw_context,
 )
 
 
 # ------------------------------------------------------------------------------------ a whole layout (lesson 10)
-TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
-SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")
+_TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
+_SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
 def layout_run(values: Mapping) -> Run:
@@ -226,19 +226,19 @@ def layout_run(values: Mapping) -> Run:
     if values["fewer_at_ends"]:
         layers = fewer_at_the_ends(config.num_layers, layout.num_stages)
         layout = replace(layout, layers_of_stage=tuple(layers))
-    recipe, device = ("fp32", "cpu") if values["model"] in TOYS else ("bf16-master", "cuda")
+    recipe, device = ("fp32", "cpu") if values["model"] in _TOYS else ("bf16-master", "cuda")
     return Run(config, layout, values["seq_len"], recipe, device=device)
 
 
-def draw_layout(**values) -> Shown:
+def _draw_layout(**values) -> Shown:
     """One layout with Megatron's kernels and overlap, and where its groups lie."""
     run, per_node = layout_run(values), values["gpus_per_node"]
     layout = run.layout
     engine = replace(ENGINES["megatron"], hides_ep=layout.schedule == "dualpipe_v")
     links, nodes = links_of_axes(layout.mesh, per_node, layout.ep, layout.folded), -(-layout.world_size // per_node)
     words = f"{replace(layout, layers_of_stage=None)}" + " (one layer less at both ends)" * values["fewer_at_ends"]
-    inside = [axis for axis in SHOWN_AXES if links[axis].kind == "node"]
-    outside = [axis for axis in SHOWN_AXES if links[axis].kind in ("network", "both")]
+    inside = [axis for axis in _SHOWN_AXES if links[axis].kind == "node"]
+    outside = [axis for axis in _SHOWN_AXES if links[axis].kind in ("network", "both")]
     where = f" In a node: {', '.join(inside)}." * bool(inside and nodes > 1)
     where += f" Over the network: {', '.join(outside)}." * bool(outside)
     title, axes = f"{values['model']} on {layout.world_size:,} GPUs", sent_by_axis(run)
@@ -281,7 +281,7 @@ LAYOUT = Panel(
     | controls(tp=4, sequence_parallel=True, pp=2, schedule=("1f1b", named(SCHEDULES)), v=1)
     | {"fewer_at_ends": Control("layers", (("evenly", False), ("one less at both ends", True)), False)}
     | controls(ep=1, zero_stage=1),
-    draw_layout,
+    _draw_layout,
     KNOWN,
 )
 
@@ -297,7 +297,7 @@ def job_of(values: Mapping) -> Job:
     return Job(model, cluster_of(values), values["gpus"], values["seq_len"], tokens, engine="nanotron")
 
 
-def plan_layout(values: Mapping) -> Layout:
+def _plan_layout(values: Mapping) -> Layout:
     """Return the layout of these values; dp and the micro-batches follow from the job.
 
     Raises   ValueError for what does not divide
@@ -315,15 +315,15 @@ def plan_layout(values: Mapping) -> Layout:
     return layout_of({**values, **sizes})
 
 
-def draw_plan(**values) -> Shown:
+def _draw_plan(**values) -> Shown:
     """One layout, worked out as the planner would."""
-    job, layout = job_of(values), plan_layout(values)
+    job, layout = job_of(values), _plan_layout(values)
     title = f"{values['model']} on {values['gpus']} GPUs"
     forms, said = compared(title, {"layout": job.run(layout)}, "layout", job.cluster, job.engine)
     return forms, f"{layout}{said.removeprefix('layout')}"
 
 
-def draw_search(**values) -> Shown:
+def _draw_search(**values) -> Shown:
     """The fastest layouts that fit, as the planner ranks them, and the one that it takes."""
     found = search(job_of(values))
     runs = {_short(one.layout): one.run for one in (found.best, *found.ranked[:5])}
@@ -348,6 +348,6 @@ PLAN = Panel(
     | controls(between="efa", seq_len=(4096, powers(1024, 16_384)))
     | {"sequences": Control("sequences a step", powers(64, 4096), 256, "slider")}
     | controls(tp=(8, powers(1, 8)), pp=(1, powers(1, 16)), zero_stage=1, micro_batch=1, recompute="none"),
-    draw_plan,
-    slow={"Search": draw_search},
+    _draw_plan,
+    slow={"Search": _draw_search},
 )

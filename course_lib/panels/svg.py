@@ -19,7 +19,7 @@ from course_lib.palette import AXIS_COLORS, KIND_COLORS, OKABE_ITO, mix, text_on
 from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for
 
 WIDTH, LARGEST_HEIGHT = 720, 468  # 1,000 x 650 on a page 1,000 pixels wide
-EM = 0.6  # width of a letter, in font sizes
+_EM = 0.6  # width of a letter, in font sizes
 _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range",
     OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient",
@@ -41,19 +41,19 @@ _LINES = {  # over a colour, for those who see no colours: an SVG path in a squa
     "M3 0v6": "temporary, computed again",
 }
 HATCHES = {part: path for path, parts in _LINES.items() for part in parts.split(", ")}
-LIGHT = "--ground:#fff;--ink:#1a1a1a;--soft:#595959;--grid:#dcdcdc;--faint:#ededed"
-DARK = "--ground:#181818;--ink:#ececec;--soft:#b0b0b0;--grid:#454545;--faint:#333"
+_LIGHT = "--ground:#fff;--ink:#1a1a1a;--soft:#595959;--grid:#dcdcdc;--faint:#ededed"
+_DARK = "--ground:#181818;--ink:#ececec;--soft:#b0b0b0;--grid:#454545;--faint:#333"
 NAME = "course-panel"
-CSS = (
-    f"svg.{NAME}{{{LIGHT}}}@media(prefers-color-scheme:dark){{svg.{NAME}{{{DARK}}}}}"
-    f"[data-jp-theme-light=true] svg.{NAME}{{{LIGHT}}}[data-jp-theme-light=false] svg.{NAME}{{{DARK}}}"
+_CSS = (
+    f"svg.{NAME}{{{_LIGHT}}}@media(prefers-color-scheme:dark){{svg.{NAME}{{{_DARK}}}}}"
+    f"[data-jp-theme-light=true] svg.{NAME}{{{_LIGHT}}}[data-jp-theme-light=false] svg.{NAME}{{{_DARK}}}"
     + "".join(f"svg.{NAME} .{name}{{fill:var(--{name})}}" for name in ("ground", "ink", "soft", "faint"))
     + "".join(
         f"svg.{NAME} .{name}{{stroke:var(--{of})}}"
         for name, of in (("grid", "grid"), ("rule", "ink"), ("edge", "ground"))
     )
 )
-PLAIN = {"ink": "#1a1a1a", "soft": "#595959", "faint": "#ededed", "grid": "#dcdcdc", "rule": "#1a1a1a"}  # without CSS
+_PLAIN = {"ink": "#1a1a1a", "soft": "#595959", "faint": "#ededed", "grid": "#dcdcdc", "rule": "#1a1a1a"}  # without CSS
 
 Unit = Literal["bytes", "seconds", "time", "share", "count", "exponent"]
 
@@ -106,7 +106,7 @@ class Columns:
 
     def draw(self, top: float) -> tuple[list[str], float]:
         end = max([sum(parts.values()) for parts in self.columns] + [*self.limits.values(), 1e-12])
-        factor, unit = scale_of(end, self.unit)
+        factor, unit = _scale_of(end, self.unit)
         left, right, base = 60, WIDTH - 14, top + 24 + self.height
         pitch = (right - left) / len(self.columns)
         found = [_title(f"{self.title}{f' ({unit})' if unit else ''}", top)]
@@ -196,14 +196,14 @@ def drawing(title: str, said: str, forms: Iterable[Form]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {math.ceil(top)}" role="img" '
         f'width="100%" style="max-width:900px" font-family="system-ui, sans-serif" font-size="12">'
-        f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{CSS}</style>"
+        f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{_CSS}</style>"
         f"<defs>{patterns}</defs>"
         f'<rect class="ground" width="{WIDTH}" height="{math.ceil(top)}" fill="#fff"/>{body}</svg>'
     )
 
 
 # ------------------------------------------------------------------------------------ amounts
-def scale_of(largest: float, unit: Unit) -> tuple[float, str]:
+def _scale_of(largest: float, unit: Unit) -> tuple[float, str]:
     """What amounts are divided by, and the unit of the result."""
     if unit == "bytes":
         return UNITS[unit_for(largest)], unit_for(largest)
@@ -230,13 +230,13 @@ def ticks_of(start: float, stop: float, most: int) -> list[float]:
 
 
 def width(words: str, size: float = 12) -> float:
-    return EM * size * len(words)
+    return _EM * size * len(words)
 
 
 # ------------------------------------------------------------------------------------ elements
 def look(name: str) -> str:
     """A class for the theme, and its light colour where styles are taken out."""
-    return f' class="{name}" {"stroke" if name in ("grid", "rule") else "fill"}="{PLAIN[name]}"'
+    return f' class="{name}" {"stroke" if name in ("grid", "rule") else "fill"}="{_PLAIN[name]}"'
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", ink: str = "ink", size: float = 12, bold=False) -> str:
@@ -280,7 +280,7 @@ def _title(words: str, top: float) -> str:
 
 def _axis(left, right, start, stop, unit: Unit, top, bottom) -> tuple[list[str], float]:
     """Lines at round numbers from top to bottom, with the numbers below."""
-    factor, name = scale_of(stop, unit)
+    factor, name = _scale_of(stop, unit)
     found = []
     for tick in ticks_of(start / factor, stop / factor, 8):
         at = left + (right - left) * (tick * factor - start) / (stop - start)

@@ -44,7 +44,7 @@ from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 
 FAMILIES = ("llama", "gpt")
-TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
+_TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
 
 
 def cross_entropy(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Context:
     sequence_sharding: str
     inner_group: Group | None = None
     outer_group: Group | None = None
-    token_losses: TokenLosses = cross_entropy
+    token_losses: _TokenLosses = cross_entropy
     trace: Trace | None = None
 
     def positions(self, seq_len: int) -> Tensor:
@@ -108,7 +108,7 @@ def build(
     sequence_sharding: str = "zigzag",
     outer: int = 1,
     merge_dtype: torch.dtype | None = None,
-    token_losses: TokenLosses = cross_entropy,
+    token_losses: _TokenLosses = cross_entropy,
     trace: Trace | None = None,
 ) -> ContextParallel:
     """Sets each block's attention core, in place; returns the engine. Every rank must bring the same weights.
@@ -123,8 +123,8 @@ def build(
     Bytes          with dropout a seed, from which each rank draws for its own tokens; otherwise none
     Raises         ValueError if model or group cannot do it, before anything is sent or changed
     """
-    check_cuttable(model, group, method, sequence_sharding, outer, merge_dtype)
-    inner_group, outer_group = inner_and_outer(group, outer) if outer > 1 else (None, None)
+    _check_cuttable(model, group, method, sequence_sharding, outer, merge_dtype)
+    inner_group, outer_group = _inner_and_outer(group, outer) if outer > 1 else (None, None)
     context = Context(group, method, sequence_sharding, inner_group, outer_group, token_losses, trace)
     for block in model.blocks:
         block.attention.core = core_of(block.attention.core, context, merge_dtype)
@@ -138,15 +138,15 @@ def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = 
     kernel = next(name for name, function in CORES.items() if function is core)
     plan = Plan(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
     if context.outer_group is not None:
-        around = core_over(Ring(context.outer_group, context.trace), plan)
+        around = _core_over(Ring(context.outer_group, context.trace), plan)
         return ulysses_core(context.inner_group, "contiguous", around)
     if context.method == "ulysses":
         return ulysses_core(context.group, context.sequence_sharding, core)
     exchange = Ring(context.group, context.trace) if context.method == "ring" else Gathered(context.group)
-    return core_over(exchange, plan)
+    return _core_over(exchange, plan)
 
 
-def core_over(exchange: Exchange, plan: Plan) -> Callable:
+def _core_over(exchange: Exchange, plan: Plan) -> Callable:
     """Return an attention core over the blocks of all ranks. With dropout it draws a seed each time it is called."""
 
     def over_all_ranks(
@@ -159,7 +159,7 @@ def core_over(exchange: Exchange, plan: Plan) -> Callable:
     return over_all_ranks
 
 
-def inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
+def _inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
     """My rows of the mesh: neighbours, for Ulysses; and those at my place among other neighbours, for the ring."""
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     size = len(ranks) // outer
@@ -168,7 +168,7 @@ def inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
     return tuple(dist.new_group(each, use_local_synchronization=True) for each in members)
 
 
-def check_cuttable(
+def _check_cuttable(
     model: nn.Module,
     group: Group,
     method: str,

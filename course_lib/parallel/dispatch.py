@@ -103,12 +103,12 @@ class Assignments:
     weight_Rk: Tensor
 
 
-Inner = Callable[[Tensor, Assignments], Tensor]  # (x_RD, assignments) -> y_RD, weighted and added up
+_Inner = Callable[[Tensor, Assignments], Tensor]  # (x_RD, assignments) -> y_RD, weighted and added up
 
 
 def run_once(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a token travels to a rank once, however many experts it has there."""
-    return to_places(group, len(experts), x_TD, assignments_of(routing), lambda x, c: run_here(experts, x, c))
+    return to_places(group, len(experts), x_TD, _assignments_of(routing), lambda x, c: _run_here(experts, x, c))
 
 
 def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -118,17 +118,17 @@ def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Te
     """
 
     def in_node(x_RD: Tensor, assignments: Assignments) -> Tensor:
-        return to_places(inside, len(experts), x_RD, assignments, lambda x, c: run_here(experts, x, c))
+        return to_places(inside, len(experts), x_RD, assignments, lambda x, c: _run_here(experts, x, c))
 
-    return to_places(across, len(experts) * inside.size(), x_TD, assignments_of(routing), in_node)
+    return to_places(across, len(experts) * inside.size(), x_TD, _assignments_of(routing), in_node)
 
 
-def assignments_of(routing: Routing) -> Assignments:
+def _assignments_of(routing: Routing) -> Assignments:
     """Experts and weights of a routing, its dropped assignments as -1."""
     return Assignments(torch.where(routing.kept_Tk, routing.expert_Tk, -1).to(torch.int32), routing.weight_Tk)
 
 
-def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, inner: Inner) -> Tensor:
+def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, inner: _Inner) -> Tensor:
     """Each row to every place (rank of the group, with `width` experts) that it chose; there `inner`; back, and added.
 
     Shapes   x_RD -> y_RD
@@ -152,7 +152,7 @@ def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, 
     return zeros_RD.index_put((row_C,), returned_CD, accumulate=True)
 
 
-def run_here(experts: nn.Module, x_RD: Tensor, assignments: Assignments) -> Tensor:
+def _run_here(experts: nn.Module, x_RD: Tensor, assignments: Assignments) -> Tensor:
     """My experts on rows that have arrived: the weighted sum of those that each row chose."""
     kept_Rk = assignments.expert_Rk >= 0
     no_share_RE = x_RD.new_empty(len(x_RD), len(experts))

@@ -124,7 +124,7 @@ class ExpertParallel(ModelEngine):
         return share_of(losses, num_tokens, auxiliary)
 
     def finish(self) -> None:
-        sum_over_ranks(self)
+        _sum_over_ranks(self)
 
     def mean_loss(self, share: Tensor) -> Tensor:
         return comm.all_reduce(share, self.groups.dp)
@@ -177,7 +177,7 @@ def build(
             "sequence_parallel=True cuts what tensor parallelism leaves whole, but tp_group is None; give one"
         )
     layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, tp_size, ranks_per_node, method)
-    check_experts(model)
+    _check_experts(model)
     if tp_group is not None:
         tensor.check_shardable(model, tp_group)
 
@@ -194,7 +194,7 @@ def build(
     return ExpertParallel(model, groups, layout, residual)
 
 
-def check_experts(model: nn.Module) -> None:
+def _check_experts(model: nn.Module) -> None:
     """Raises ValueError if experts are cut already, or some of a layer are frozen otherwise than others."""
     for index, moe in enumerate(moe_layers(model)):
         if not isinstance(moe.experts, nn.ModuleList):
@@ -257,7 +257,7 @@ def my_experts(engine: nn.Module) -> set[nn.Parameter]:
     return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}
 
 
-def sum_over_ranks(engine: ExpertParallel) -> None:
+def _sum_over_ranks(engine: ExpertParallel) -> None:
     """Gradients of experts over the ranks that have the same ones, of everything else over all.
 
     Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest

@@ -34,7 +34,7 @@ from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual
 from course_lib.parallel.sequence import SEQUENCE, ShardedResidual
 from course_lib.parallel.vocabulary import VocabEmbedding
 
-Residual = ReplicatedResidual | ShardedResidual
+_Residual = ReplicatedResidual | ShardedResidual
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PartialResidual(ReplicatedResidual):
         return InFlight(None, lambda: grad_partial)
 
 
-def cut_over_tp(model: nn.Module, residual: Residual) -> None:
+def cut_over_tp(model: nn.Module, residual: _Residual) -> None:
     """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
     model.embed = VocabEmbedding(model.embed, residual)
     for block in model.blocks:
@@ -57,7 +57,7 @@ def cut_over_tp(model: nn.Module, residual: Residual) -> None:
     model.tie()
 
 
-def cut_block(block: nn.Module, residual: Residual, config: ModelConfig, folded: bool = False) -> None:
+def cut_block(block: nn.Module, residual: _Residual, config: ModelConfig, folded: bool = False) -> None:
     """The matrices of one block, with experts or without; folded: experts stay whole."""
     tensor.cut_attention(block.attention, residual, config)
     if not isinstance(block.mlp, MoE):
@@ -67,10 +67,10 @@ def cut_block(block: nn.Module, residual: Residual, config: ModelConfig, folded:
     elif isinstance(residual, ShardedResidual):
         cut_experts_sharded(block.mlp, residual)
     else:
-        cut_experts(block.mlp, residual)
+        _cut_experts(block.mlp, residual)
 
 
-def cut_experts(moe: MoE, residual: ReplicatedResidual) -> None:
+def _cut_experts(moe: MoE, residual: ReplicatedResidual) -> None:
     """One sum of inputs' gradients and one of outputs for all experts together, outside of dispatch and combine."""
     for expert in moe.experts.children():
         tensor.shard_mlp(expert, PartialResidual(residual.group))

@@ -370,10 +370,10 @@ def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
                 f"{micro_batches[0][0].shape[1]}; with sequence parallelism all must be of one length"
             )
         layout.check_model(engine.config, x_BS.shape[1])
-    check_lengths(engine, [x_BS.shape[1] for x_BS, _ in micro_batches])
+    _check_lengths(engine, [x_BS.shape[1] for x_BS, _ in micro_batches])
 
 
-def check_lengths(engine: FiveD, lengths: list[int]) -> None:
+def _check_lengths(engine: FiveD, lengths: list[int]) -> None:
     """Raises ValueError on every rank unless all bring micro-batches of the same lengths: the mean would be wrong.
 
     Bytes    an all-reduce of 16 a micro-batch over all ranks

@@ -42,7 +42,7 @@ class _Shares:
         return None
 
 
-def ring_in_one_process(
+def _ring_in_one_process(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, grad_BNSH: Tensor, ranks: int, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the ranks of a ring compute, one after the other.
@@ -67,7 +67,7 @@ def ring_in_one_process(
     return tuple(results)
 
 
-def inputs_of(seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _inputs_of(seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normal numbers: queries and a gradient of 4 heads, keys and values of 2, 64 wide."""
     generator = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
@@ -81,12 +81,12 @@ def merge_errors(ranks: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8), seq_len: int =
     kernel alone, nothing merged. seq_len is a multiple of each number of ranks.
     Raises   ValueError if seq_len does not divide
     """
-    inputs = inputs_of(seq_len, torch.bfloat16)
-    exact = ring_in_one_process(*(x.double() for x in inputs), 1, Plan("contiguous", False))
+    inputs = _inputs_of(seq_len, torch.bfloat16)
+    exact = _ring_in_one_process(*(x.double() for x in inputs), 1, Plan("contiguous", False))
     found = []
     for size in ranks:
         for merge_dtype in (torch.float32, torch.bfloat16):
-            got = ring_in_one_process(*inputs, size, Plan("contiguous", False, "standard", merge_dtype))
+            got = _ring_in_one_process(*inputs, size, Plan("contiguous", False, "standard", merge_dtype))
             shares = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True))
             found.append(MergeError(size, merge_dtype, *shares))
     return found

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from course_lib.training.precision import MasterAdamW, gradient_of
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-STATE_BYTES = 4 * len(STATES)  # a parameter
-CROSSINGS = ("device to host", "host to device", "disk to host", "host to disk")
-PIECE_NUMEL = 2**20  # parameters in one piece: 12 MiB of states on the host at a time
+_STATE_BYTES = 4 * len(STATES)  # a parameter
+_CROSSINGS = ("device to host", "host to device", "disk to host", "host to disk")
+_PIECE_NUMEL = 2**20  # parameters in one piece: 12 MiB of states on the host at a time
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -63,7 +63,7 @@ class OnDisk:
 
     def __init__(self, file: BinaryIO, numel: int, buffer: Tensor, link_bytes: dict[str, int]):
         self.file, self.start, self.buffer, self.link_bytes = file, file.seek(0, 2), buffer, link_bytes
-        zeros, left = memoryview(bytes(buffer.nbytes)), STATE_BYTES * numel
+        zeros, left = memoryview(bytes(buffer.nbytes)), _STATE_BYTES * numel
         while left:  # written, not left as a hole: a full disk fails here, and not as a crash when a page is touched
             left -= file.write(zeros[:left])
 
@@ -72,7 +72,7 @@ class OnDisk:
         """Numbers start..stop of each state, to be changed in place; read here, written back on leaving."""
         shape = (len(STATES), stop - start)
         mapped = torch.from_numpy(
-            np.memmap(self.file, np.float32, mode="r+", offset=self.start + STATE_BYTES * start, shape=shape)
+            np.memmap(self.file, np.float32, mode="r+", offset=self.start + _STATE_BYTES * start, shape=shape)
         )
         states = self.buffer[: mapped.numel()].view(shape).copy_(mapped)
         self.link_bytes["disk to host"] += states.nbytes
@@ -104,14 +104,14 @@ class OffloadedAdamW(MasterAdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        piece_numel: int = PIECE_NUMEL,
+        piece_numel: int = _PIECE_NUMEL,
     ):
         if place not in ("host", "disk"):
             raise ValueError(f"place is {place!r}; choose host, or disk")
         if piece_numel < 1:
-            raise ValueError(f"piece_numel is {piece_numel}; required: 1 or more, {PIECE_NUMEL} by default")
+            raise ValueError(f"piece_numel is {piece_numel}; required: 1 or more, {_PIECE_NUMEL} by default")
         self.place, self.piece_numel = place, piece_numel
-        self.link_bytes = dict.fromkeys(CROSSINGS, 0)
+        self.link_bytes = dict.fromkeys(_CROSSINGS, 0)
         self._where: dict[nn.Parameter, OnHost | OnDisk] = {}
         self._staging: dict[tuple, Tensor] = {}
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
@@ -126,7 +126,7 @@ class OffloadedAdamW(MasterAdamW):
         for parameter in new:
             _check_parameter(parameter)
         if self._file is not None:
-            _check_space(self.folder, STATE_BYTES * sum(parameter.numel() for parameter in new))
+            _check_space(self.folder, _STATE_BYTES * sum(parameter.numel() for parameter in new))
         for parameter in new:
             self._where[parameter] = self._make_states(parameter)
             for start, stop in self._pieces(parameter):
@@ -185,7 +185,7 @@ class OffloadedAdamW(MasterAdamW):
         return self._staging[key]
 
     def _forget_counts(self) -> None:
-        for crossing in CROSSINGS:
+        for crossing in _CROSSINGS:
             self.link_bytes[crossing] = 0
 
     def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ from course_lib.schedules.instructions import Schedule
 from course_lib.schedules.messages import Step, plan
 from course_lib.training.precision import gradient_of
 
-AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
+_AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 
 
 # --- a model
@@ -143,7 +143,7 @@ class Pipeline(nn.Module, Engine):
 def build(
     model: nn.Module,
     group: Group,
-    schedule: AnySchedule = "1f1b",
+    schedule: _AnySchedule = "1f1b",
     v: int = 1,
     layers_of_stage: Sequence[int] | None = None,
     num_micro_batches: int | None = None,
@@ -184,7 +184,7 @@ def build(
     return engine
 
 
-def checked_schedule(schedule: AnySchedule, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
+def checked_schedule(schedule: _AnySchedule, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
     """The schedule of that name, or what the function gives, proved to run.
 
     Raises   ValueError if it is for other sizes, or cannot run: every problem, and where

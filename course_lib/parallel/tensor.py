@@ -120,10 +120,10 @@ def cut_attention(attention: nn.Module, residual: ReplicatedResidual, config: Mo
     if config.mla is None:
         shard_attention(attention, residual, config)
     else:
-        shard_latent_attention(attention, residual)
+        _shard_latent_attention(attention, residual)
 
 
-def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -> None:
+def _shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -> None:
     """Cut what makes heads of latent vectors; what makes the latent vectors is small, and every rank does all of it.
 
     A latent vector enters its columns as x enters those of q, k and v: where the residual stream is cut along the

@@ -96,7 +96,7 @@ def standard_backward(
     return tuple(x.to(q_BNqH.dtype) for x in (dscores_BNqk @ k_BNkH, dk_BKkH, dv_BKkW))
 
 
-def fused_forward(
+def _fused_forward(
     q_BNqH: Tensor, k_BKkH: Tensor, v_BKkW: Tensor, causal: bool, keep_BNqk: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute one tile by PyTorch's flash kernel, which returns the log-sum-exp beside the output.
@@ -104,7 +104,7 @@ def fused_forward(
     On a GPU it exists for 16-bit numbers and heads of a multiple of 8; anything else is written out, and dropout is.
     Where values are of another length than keys, the shorter are filled up with zeros for the kernel.
     """
-    if keep_BNqk is not None or not has_kernel(q_BNqH, v_BKkW):
+    if keep_BNqk is not None or not _has_kernel(q_BNqH, v_BKkW):
         return standard_forward(q_BNqH, k_BKkH, v_BKkW, causal, keep_BNqk)
     (key_dim, value_dim), options = (q_BNqH.shape[-1], v_BKkW.shape[-1]), {"scale": 1 / math.sqrt(q_BNqH.shape[-1])}
     tensors = [filled_up(x, max(key_dim, value_dim)) for x in (q_BNqH, k_BKkH, v_BKkW)]
@@ -117,7 +117,7 @@ def fused_forward(
     return out_BNqM[..., :value_dim].clone(), lse_BNq  # a view would keep the zeros
 
 
-def fused_backward(
+def _fused_backward(
     grad_BNqW: Tensor,
     q_BNqH: Tensor,
     k_BKkH: Tensor,
@@ -128,7 +128,7 @@ def fused_backward(
     keep_BNqk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the kernel's own backward, given the rows' final output and log-sum-exp."""
-    if keep_BNqk is not None or not has_kernel(q_BNqH, v_BKkW):
+    if keep_BNqk is not None or not _has_kernel(q_BNqH, v_BKkW):
         return standard_backward(grad_BNqW, q_BNqH, k_BKkH, v_BKkW, out_BNqW, lse_BNq, causal, keep_BNqk)
     (key_dim, value_dim), options = (q_BNqH.shape[-1], v_BKkW.shape[-1]), {"scale": 1 / math.sqrt(q_BNqH.shape[-1])}
     width = max(key_dim, value_dim)
@@ -144,7 +144,7 @@ def fused_backward(
     return grads[0][..., :key_dim], grads[1][..., :key_dim], grads[2][..., :value_dim]
 
 
-def has_kernel(q_BNqH: Tensor, v_BKkW: Tensor) -> bool:
+def _has_kernel(q_BNqH: Tensor, v_BKkW: Tensor) -> bool:
     """Tell whether PyTorch has a flash kernel for these numbers on their device."""
     widths = (q_BNqH.shape[-1], v_BKkW.shape[-1])
     return not q_BNqH.is_cuda or (q_BNqH.element_size() == 2 and max(widths) % 8 == 0)
@@ -158,7 +158,7 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-KERNELS = {"fused": Kernel(fused_forward, fused_backward), "standard": Kernel(standard_forward, standard_backward)}
+KERNELS = {"fused": Kernel(_fused_forward, _fused_backward), "standard": Kernel(standard_forward, standard_backward)}
 
 
 # --- all tiles of my queries

@@ -140,7 +140,7 @@ def _parts_of(run: Run) -> dict[str, bool]:
     }
 
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+_TEMPLATES = Path(__file__).parents[1] / "templates"
 _PLACE = re.compile(r"<(\??)([\w.-]+)>")
 
 
@@ -162,7 +162,7 @@ def _fill(template: str, run: Run, **more: object) -> str:
         text = "" if place[1] else str(value).lower() if isinstance(value, bool) else str(value)
         return re.sub(r"^(\d+)e-", r"\1.0e-", text) if template.endswith(".yaml") else text  # YAML takes 1e-05 for text
 
-    lines = (TEMPLATES / template).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = (_TEMPLATES / template).read_text(encoding="utf-8").splitlines(keepends=True)
     values = [[(condition, value_of(path)) for condition, path in _PLACE.findall(line)] for line in lines]
     there = [all(value if condition else value is not None for condition, value in of_line) for of_line in values]
     return "".join(_PLACE.sub(in_words, line) for line, is_there in zip(lines, there, strict=True) if is_there)
@@ -170,7 +170,7 @@ def _fill(template: str, run: Run, **more: object) -> str:
 
 # ---- torchtitan
 
-TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B", "deepseek-v3": "671B"}
+_TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B", "deepseek-v3": "671B"}
 
 
 def _torchtitan(run: Run, gpus_per_node: int) -> str:
@@ -182,7 +182,7 @@ def _torchtitan(run: Run, gpus_per_node: int) -> str:
     """
     config, layout, file = run.config, run.layout, ENGINES["torchtitan"].file
     piped, recipe = layout.pp > 1, recipe_of(run.recipe).name
-    known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in TORCHTITAN_MODELS
+    known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in _TORCHTITAN_MODELS
     checks = {
         "mixed precision beside tp or pp without dp or cp": layout.tp * layout.pp > 1
         and layout.data_size == 1
@@ -203,7 +203,7 @@ def _torchtitan(run: Run, gpus_per_node: int) -> str:
         run,
         precision=precision,
         name="deepseek_v3" if known and config.mla else "llama3",
-        flavor=TORCHTITAN_MODELS[config.name] if known else config.name,
+        flavor=_TORCHTITAN_MODELS[config.name] if known else config.name,
         added=not known,
         local_batch=layout.micro_batch * (layout.micro_batches if piped else 1),
         replicas=replicas,

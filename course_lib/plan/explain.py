@@ -10,9 +10,9 @@ from course_lib.memory.states import count_parameters, recipe_of, state_bytes
 from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
-STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
-WORK = ("compute", "launches", "update")  # parts of a step that are no waiting for other ranks
-RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "every layer runs again in backward"}
+_STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
+_WORK = ("compute", "launches", "update")  # parts of a step that are no waiting for other ranks
+_RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "every layer runs again in backward"}
 
 
 @checked
@@ -43,9 +43,9 @@ def _fit(plan: Plan) -> list[str]:
         lines.append(f"   cp {layout.cp}: each sequence is cut into {job.seq_len // layout.cp:,} tokens for each GPU.")
     if layout.zero_stage:
         inside = f", {layout.dp_replicate} replicas (HSDP)" if layout.dp_replicate > 1 else ""
-        what = STAGES[layout.zero_stage]
+        what = _STAGES[layout.zero_stage]
         lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
-    again = RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
+    again = _RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
     few, most = (size / GB for size in best.memory_range)
     return [
@@ -115,7 +115,7 @@ def table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[s
     there in any case."""
     lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]
     for option in options if chosen is None or chosen in options else [*options, chosen]:
-        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in WORK}
+        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in _WORK}
         part = max(waits, key=waits.get)
         share = waits[part] / option.step_s
         waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"

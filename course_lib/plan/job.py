@@ -16,7 +16,7 @@ from course_lib.memory.zero import Offload
 from course_lib.run import Run
 from course_lib.validate import Size, check_fields, checked, whole
 
-WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline
+_WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Job:
         Raises   ValueError if the model, the optimizer, adapters or offload do not go with it
         """
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
-        recipe = WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
+        recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
         how |= {"loss_chunks": self.loss_chunks, "fp8": self.fp8}
         return Run(self.config, layout, self.seq_len, recipe, **how)

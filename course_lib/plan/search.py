@@ -24,9 +24,9 @@ from course_lib.timing.step import least_waiting_slots, step_time
 from course_lib.validate import Size, checked
 
 ENOUGH = 16  # layouts of a list
-LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
+_LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
-DECIDE_LAYERS = ("cp", "tp", "ep", "expert_tp", "sequence_parallel", "regather", "micro_batch", "recompute")
+_DECIDE_LAYERS = ("cp", "tp", "ep", "expert_tp", "sequence_parallel", "regather", "micro_batch", "recompute")
 OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
@@ -138,7 +138,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Es
                 refused.append(error)
 
     def layers_s(job: Job, shape: Layout) -> float:
-        key = tuple(getattr(shape, name) for name in DECIDE_LAYERS)
+        key = tuple(getattr(shape, name) for name in _DECIDE_LAYERS)
         if key not in known_s:
             known_s[key] = _layers_s(job, shape)
         return known_s[key]
@@ -186,7 +186,7 @@ def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
     """Whether none that is missing could be among the first so many, or among those that are as good as the first."""
     if not seconds:
         return False
-    if bound_s * LEAST_SHARE > seconds[0]:
+    if bound_s * _LEAST_SHARE > seconds[0]:
         return True
     return bound_s > seconds[0] / (1 - TOLD_APART) and len(seconds) >= enough and bound_s >= seconds[enough - 1]
 

@@ -21,7 +21,7 @@ from course_lib.plan.job import Job
 from course_lib.schedules import check_request, stages_per_rank
 
 LEAST_TOKENS = 2048  # of a sequence, for each rank of cp
-MOST_EXPERTS = 32  # on a rank
+_MOST_EXPERTS = 32  # on a rank
 MOST_SHARDS = 128  # ranks of a ring; more are cut into replicas (HSDP)
 MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1))
@@ -75,7 +75,7 @@ def _expert_sizes(job: Job, dp: int, cp: int, tp: int) -> list[tuple[int, int | 
     if tp > 1 and job.seq_len // cp % tp == 0:
         whole = [ep for ep in divisors(dp * cp * tp) if num_experts % ep == 0 and ep > 1]
         sizes += [(ep, 1) for ep in whole if ep % (cp * tp) == 0 or not file.folds_all]
-    return [one for one in sizes if num_experts // one[0] <= MOST_EXPERTS] or [max(sizes, key=lambda one: one[0])]
+    return [one for one in sizes if num_experts // one[0] <= _MOST_EXPERTS] or [max(sizes, key=lambda one: one[0])]
 
 
 def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:

@@ -18,18 +18,18 @@ from course_lib.validate import Amount, Positive, Size, checked
 # ---------------------------------------------------------------- what options need
 
 # Kinds of memory as the predictors tell them -> the six that a picture has room for.
-SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
-SHOWN_AS = {"gathered": "activations", "messages": "temporary", "logits": "temporary", "update": "temporary"}
-SHOWN_AS |= {"whole sequences": "temporary", "queued": "temporary", "backward": "gradients"}
-SHOWN_AS |= {kind: kind for kind in SHOWN_KINDS}
-MOST_BARS = 12
+_SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
+_SHOWN_AS = {"gathered": "activations", "messages": "temporary", "logits": "temporary", "update": "temporary"}
+_SHOWN_AS |= {"whole sequences": "temporary", "queued": "temporary", "backward": "gradients"}
+_SHOWN_AS |= {kind: kind for kind in _SHOWN_KINDS}
+_MOST_BARS = 12
 
 
 def shown_kinds(option: Estimate) -> dict[str, float]:
     """Return an option's GB in the kinds that the picture shows; what is none of them is overhead."""
-    found = dict.fromkeys(SHOWN_KINDS, 0.0)
+    found = dict.fromkeys(_SHOWN_KINDS, 0.0)
     for kind, size in option.bytes_by_kind.items():
-        found[SHOWN_AS.get(kind, "overhead")] += size / GB
+        found[_SHOWN_AS.get(kind, "overhead")] += size / GB
     return found
 
 
@@ -47,11 +47,11 @@ def show_options(options: Sequence[Estimate]) -> None:
 
     Raises   ValueError if there is no option, or more than the picture has room for
     """
-    if not 0 < len(options) <= MOST_BARS:
-        raise ValueError(f"there are {len(options)} options; give 1 to {MOST_BARS}")
+    if not 0 < len(options) <= _MOST_BARS:
+        raise ValueError(f"there are {len(options)} options; give 1 to {_MOST_BARS}")
     left = [0.0] * len(options)
     with picture_axes(1.6 + 0.3 * len(options)) as axes:
-        for kind in SHOWN_KINDS:
+        for kind in _SHOWN_KINDS:
             sizes = [shown_kinds(option)[kind] for option in options]
             axes.barh(range(len(options)), sizes, left=left, color=KIND_COLORS[kind], label=kind, edgecolor="white")
             left = [start + size for start, size in zip(left, sizes, strict=True)]
@@ -60,7 +60,7 @@ def show_options(options: Sequence[Estimate]) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("GB on the fullest GPU (modelled); dashed: what a GPU has")
         below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.16 - 0.6 / len(options))}
-        axes.legend(ncols=len(SHOWN_KINDS), fontsize=8, **below)
+        axes.legend(ncols=len(_SHOWN_KINDS), fontsize=8, **below)
         axes.set_title("Memory of some layouts", fontsize=10)
 
 
@@ -116,7 +116,7 @@ PARTS = {  # of a step: colour, name; what is drawn with them
     "bubble": (NEUTRAL_COLOR, "pipeline"),
     "data": (AXIS_COLORS["dp"], "ZeRO, gradients"),
 }
-DRAWN_WITH = {"launches": "compute", "update": "compute", "transfer": "bubble", "waiting": "bubble"}
+_DRAWN_WITH = {"launches": "compute", "update": "compute", "transfer": "bubble", "waiting": "bubble"}
 
 
 @checked
@@ -128,7 +128,7 @@ def show_waiting(options: Mapping[str, Estimate], title: str) -> None:
         for row, option in enumerate(options.values()):
             parts, left = dict.fromkeys(PARTS, 0.0), 0.0
             for part, seconds in option.seconds_by_part.items():
-                parts[DRAWN_WITH.get(part, part)] += seconds
+                parts[_DRAWN_WITH.get(part, part)] += seconds
             for part, seconds in parts.items():
                 axes.barh(row, seconds, left=left, height=0.66, color=PARTS[part][0])
                 left += seconds
@@ -206,7 +206,7 @@ def show_scaling(num_gpus: Sequence[Size], shares: Mapping[str, Sequence[Amount]
 
 # ---------------------------------------------------------------- how often to save when GPUs fail
 
-SHARE_COLORS = {"training": "green", "saving": "blue", "lost work": "vermillion", "restarting": "orange"}
+_SHARE_COLORS = {"training": "green", "saving": "blue", "lost work": "vermillion", "restarting": "orange"}
 
 
 def share_rows(failures: Failures) -> tuple[list[float], dict[str, list[float]]]:
@@ -217,7 +217,7 @@ def share_rows(failures: Failures) -> tuple[list[float], dict[str, list[float]]]
     best_s = best_interval_s(failures)
     intervals_s = np.geomspace(best_s / 30, min(30 * best_s, 20 * failures.mtbf_s), 61).tolist()
     found = [shares(failures, interval_s) for interval_s in intervals_s]
-    return intervals_s, {name: [one[name] for one in found] for name in SHARE_COLORS}
+    return intervals_s, {name: [one[name] for one in found] for name in _SHARE_COLORS}
 
 
 @checked
@@ -225,7 +225,7 @@ def show_checkpoint_interval(failures: Failures, title: str) -> None:
     """Show as stacked areas what becomes of the job's time, and the interval of the highest goodput."""
     (intervals_s, rows), best_s = share_rows(failures), best_interval_s(failures)
     with picture_axes(3.4) as axes:
-        colors = [OKABE_ITO[color] for color in SHARE_COLORS.values()]
+        colors = [OKABE_ITO[color] for color in _SHARE_COLORS.values()]
         axes.stackplot(intervals_s, list(rows.values()), labels=list(rows), colors=colors, alpha=0.85)
         axes.axvline(best_s, color="black", linestyle="--", linewidth=1.2)
         note = f"best: {show_seconds(best_s)}\ngoodput {shares(failures, best_s)['training']:.1%}"

@@ -14,7 +14,7 @@ from course_lib.plots.tiles import EMPTY, OUTLINED, Row, Tile, draw_tiles, ranks
 from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
-MIXED_COLOR = "#333333"
+_MIXED_COLOR = "#333333"
 
 # ---------------------------------------------------------------- collectives, before and after
 
@@ -39,7 +39,7 @@ def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
 def _color_of(origin: int | None) -> str:
     if origin is None:
         return NEUTRAL_COLOR
-    return MIXED_COLOR if origin == MIXED else mix(RANK_COLORS[origin % len(RANK_COLORS)], "#FFFFFF", 0.25)
+    return _MIXED_COLOR if origin == MIXED else mix(RANK_COLORS[origin % len(RANK_COLORS)], "#FFFFFF", 0.25)
 
 
 def _number(value: float) -> str:

@@ -13,9 +13,9 @@ from course_lib.plots.pipeline import chart_height_in, draw_chart, schedule_pict
 from course_lib.plots.style import FULL_WIDTH_IN, draw_arrows, finish, labelled_box, style, write
 from course_lib.schedules import all_forward_all_backward, one_f_one_b, simulate
 
-PLAIN_COLOR = "#E6E6E6"
+_PLAIN_COLOR = "#E6E6E6"
 BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.9, 0.72, 3.8
-MOST_COLUMNS = 2  # of a straight arrow: a longer one would cross boxes
+_MOST_COLUMNS = 2  # of a straight arrow: a longer one would cross boxes
 PICTURES = ("course_map.svg", "schedules.svg")
 
 
@@ -77,7 +77,7 @@ def course_figure():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         for start, end in arrows:
             (x, y), (to_x, to_y), grey = places[start], places[end], "#666666"
-            if to_x - x <= MOST_COLUMNS:
+            if to_x - x <= _MOST_COLUMNS:
                 draw_arrows(axes, [((x + BOX_WIDTH / 2, y), (to_x - BOX_WIDTH / 2, to_y))], grey)
             else:  # around the boxes between them, above the upper row or below the lower one
                 side = -1 if y < 0 else 1
@@ -85,7 +85,7 @@ def course_figure():
                 draw_arrows(axes, [ends], grey, connectionstyle=f"arc3,rad={0.3 * side}")
         for chapter in COURSE:
             x, y = places[chapter.number]
-            color = AXIS_COLORS[chapter.axis] if chapter.axis else PLAIN_COLOR
+            color = AXIS_COLORS[chapter.axis] if chapter.axis else _PLAIN_COLOR
             corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
             labelled_box(axes, corner, (BOX_WIDTH, BOX_HEIGHT), color, edgecolor="#333333")
             texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
@@ -103,7 +103,7 @@ def show_course() -> None:
     finish(course_figure())
 
 
-def schedules_figure():
+def _schedules_figure():
     """Return two pipeline schedules of 4 ranks and 8 micro-batches on one axis of time."""
     drawn = [schedule_picture(simulate(make(4, 8))) for make in (all_forward_all_backward, one_f_one_b)]
     end_s = max(one.end_s for one in drawn)
@@ -117,7 +117,7 @@ def schedules_figure():
 def write_pictures(folder: Path) -> list[Path]:
     """Write each picture into the folder, the same bytes each time."""
     paths = [folder / name for name in PICTURES]
-    for path, figure in zip(paths, (course_figure(), schedules_figure()), strict=True):
+    for path, figure in zip(paths, (course_figure(), _schedules_figure()), strict=True):
         with plt.rc_context({"svg.hashsalt": "course"}):
             figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
         plt.close(figure)

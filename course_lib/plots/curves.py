@@ -13,10 +13,10 @@ LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purp
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
 MARKERS = ["o", "s", "^", "D", "v", "P"]
 
-Curve = Mapping[float, float]
+_Curve = Mapping[float, float]
 
 
-def value_labels_of(curve: Curve, lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
+def value_labels_of(curve: _Curve, lines: Sequence[_Curve] = ()) -> list[tuple[float, float, bool]]:
     """Return (x, y, above) of each point's number: above the point, or below where a line would strike it through."""
     reach = 0.12 * max(curve.values(), default=0)  # from a point to the far edge of its number
 
@@ -29,8 +29,8 @@ def value_labels_of(curve: Curve, lines: Sequence[Curve] = ()) -> list[tuple[flo
 
 @checked
 def show_curves(
-    lines: Mapping[str, Curve],
-    points: Mapping[str, Curve],
+    lines: Mapping[str, _Curve],
+    points: Mapping[str, _Curve],
     title: str,
     xlabel: str,
     ylabel: str,
@@ -76,7 +76,7 @@ def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
 
 
 @checked
-def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], title: str) -> None:
+def show_bandwidth(published: Mapping[str, _Curve], models: Mapping[str, _Curve], title: str) -> None:
     """Show bytes per second over nodes: published as points, models as lines; all `{nodes: bytes/s}`."""
     show_curves(
         {name: {x: y / 1e9 for x, y in curve.items()} for name, curve in models.items()},
@@ -89,7 +89,7 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
 
 # ---------------------------------------------------------------- alpha-beta
 
-SIZES_BYTES = [10 ** (3 + step / 8) for step in range(57)]  # from 1 KB to 10 GB, eight to a decade
+_SIZES_BYTES = [10 ** (3 + step / 8) for step in range(57)]  # from 1 KB to 10 GB, eight to a decade
 
 
 def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
@@ -103,7 +103,7 @@ def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
 def ways(collective: str, world_size: int, link: Link) -> list[tuple[float, str, float]]:
     """Of each size the name of the fastest way, and its seconds."""
     found = []
-    for size in SIZES_BYTES:
+    for size in _SIZES_BYTES:
         best = fastest(collective, size, world_size, link)
         name = best.algorithm if best.protocol == "plain" else f"{best.algorithm}, {best.protocol}"
         found.append((size, name, best.seconds(size)))
@@ -120,13 +120,13 @@ def show_alpha_beta(world_size: Size, link: Link, title: str) -> None:
     latency_ms = 1e3 * collective_s("all_reduce", 0, world_size, link)
     found = ways("all_reduce", world_size, link)
     times_ms = [1e3 * seconds for _, _, seconds in found]
-    low, high, blue = SIZES_BYTES[0], SIZES_BYTES[-1], OKABE_ITO["blue"]
+    low, high, blue = _SIZES_BYTES[0], _SIZES_BYTES[-1], OKABE_ITO["blue"]
     with picture_axes(3.6, FULL_WIDTH_IN * 0.85) as axes:
-        axes.loglog(SIZES_BYTES, times_ms, color=blue, label="time", zorder=3)
+        axes.loglog(_SIZES_BYTES, times_ms, color=blue, label="time", zorder=3)
         axes.axhline(latency_ms, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
         write(axes, low, latency_ms, f" latency alone: {show_seconds(latency_ms / 1e3)}", "left", va="bottom")
-        slope = [latency_ms * size / crossover for size in SIZES_BYTES]
-        axes.loglog(SIZES_BYTES, slope, color=OKABE_ITO["green"], linestyle=":", zorder=2)
+        slope = [latency_ms * size / crossover for size in _SIZES_BYTES]
+        axes.loglog(_SIZES_BYTES, slope, color=OKABE_ITO["green"], linestyle=":", zorder=2)
         axes.axvline(crossover, color=NEUTRAL_COLOR, linewidth=1.5)
         here = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
         axes.annotate("latency rules  ", (crossover, 0.97), ha="right", **here)

@@ -24,8 +24,8 @@ from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- data parallelism as one picture
 
-OWN_COLORS = tuple(OKABE_ITO[name] for name in ("sky", "green", "yellow", "purple"))  # of what only one rank has
-REPLICA_ROWS = ("its sequences", "the model", "own gradient", "", "mean gradient", "new model")
+_OWN_COLORS = tuple(OKABE_ITO[name] for name in ("sky", "green", "yellow", "purple"))  # of what only one rank has
+_REPLICA_ROWS = ("its sequences", "the model", "own gradient", "", "mean gradient", "new model")
 
 
 @checked
@@ -39,9 +39,9 @@ def show_replicas(
     """
     if len(own) != len(sequences):
         raise ValueError(f"own has {len(own)} gradients for {len(sequences)} ranks; give one for each rank")
-    count, gap, rows = len(sequences), 0.14, [[] for _ in REPLICA_ROWS]
+    count, gap, rows = len(sequences), 0.14, [[] for _ in _REPLICA_ROWS]
     for rank, (values, gradient) in enumerate(zip(sequences, own, strict=True)):
-        tint = mix(OWN_COLORS[rank % len(OWN_COLORS)], "#FFFFFF", 0.35)
+        tint = mix(_OWN_COLORS[rank % len(_OWN_COLORS)], "#FFFFFF", 0.35)
         rows[0] += [Tile(f"x = {x:g}", tint, (1 - gap) / len(values)) for x in values] + [gap]
         for row, text, color in (
             (1, f"w = {weights[0]:g}", KIND_COLORS["parameters"]),
@@ -52,7 +52,7 @@ def show_replicas(
             rows[row] += [Tile(text, color, 1 - gap), gap]
     rows[3] = [Tile("all-reduce: mean over ranks", width=count - gap, look={"edgecolor": "black"})]
     with picture_axes(3.6) as axes:
-        draw_tiles(axes, rows, REPLICA_ROWS, height=0.66, fontsize=9.5)
+        draw_tiles(axes, rows, _REPLICA_ROWS, height=0.66, fontsize=9.5)
         middles = [rank + 0.43 for rank in range(count)]
         draw_arrows(axes, [((x, row - 0.34), (x, row)) for row in range(1, len(rows)) for x in middles])
         axes.set_xticks(middles, ranks(count))

@@ -74,7 +74,7 @@ def show_pipeline_memory(
 
 # ---------------------------------------------------------------- bytes by axis, seconds by part
 
-SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", *REPLICA_AXES, "world")
+_SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", *REPLICA_AXES, "world")
 COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "expert_dp": "#666666", "world": NEUTRAL_COLOR}
 COLORS |= {axis: COLORS["expert_dp" if axis.startswith("expert") else "data"] for axis in REPLICA_AXES}
 COLORS |= dict.fromkeys(("compute", "launches", "update"), COMPUTE_COLOR) | {"transfer": AXIS_COLORS["pp"]}
@@ -84,9 +84,9 @@ HATCHES = {"bubble": "////", "transfer": "..", "launches": "..", "update": "xx",
 
 def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
     """Bytes by axis in a fixed order, those of which nothing is sent left out."""
-    if unknown := set(sent_bytes) - set(SENT_ORDER):
-        raise ValueError(f"axes {sorted(unknown)} are unknown; use {', '.join(SENT_ORDER)}")
-    return {axis: sent_bytes[axis] for axis in SENT_ORDER if sent_bytes.get(axis, 0)}
+    if unknown := set(sent_bytes) - set(_SENT_ORDER):
+        raise ValueError(f"axes {sorted(unknown)} are unknown; use {', '.join(_SENT_ORDER)}")
+    return {axis: sent_bytes[axis] for axis in _SENT_ORDER if sent_bytes.get(axis, 0)}
 
 
 def _draw_bars(axes, widths: Mapping[str, float], labels: Sequence[str], xlabel: str, title: str) -> None:

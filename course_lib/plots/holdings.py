@@ -14,7 +14,7 @@ from course_lib.units import three_digits
 from course_lib.validate import checked
 
 MOST_RANKS, MOST_LAYERS = 16, 8
-PALE = 0.62  # of white in the colour of parameters
+_PALE = 0.62  # of white in the colour of parameters
 WHOLE = Fraction(0), Fraction(1)
 
 
@@ -130,7 +130,7 @@ def show_holdings(config: ModelConfig, layout: Layout) -> None:
             left, right = edges[share.part]
             x, width = left + float(share.left) * (right - left), float(share.right - share.left) * (right - left)
             color = RANK_COLORS[layout.mesh.coordinates(share.rank)["pp"] % len(RANK_COLORS)]
-            for (top, bottom), paint in ((share.parameters, mix(color, "#FFFFFF", PALE)), (share.states, color)):
+            for (top, bottom), paint in ((share.parameters, mix(color, "#FFFFFF", _PALE)), (share.states, color)):
                 height = max(0.8 * float(bottom - top), 0.06)
                 y = min(share.rank + 0.1 + 0.8 * float(top), share.rank + 0.9 - height)
                 labelled_box(axes, (x, y), (width, height), paint, linewidth=0)
@@ -167,4 +167,4 @@ def _legend(axes, layout: Layout, shares: list[Share]) -> None:
         return
     what = "optimizer states" if stage == 1 else "gradients, optimizer states"
     strong = key(color, f"of these with {what}: {strong_in_pale(shares)}")
-    keys_below(axes, [key(mix(color, "#FFFFFF", PALE), "parameters"), strong], 0.4, fontsize=8.5)
+    keys_below(axes, [key(mix(color, "#FFFFFF", _PALE), "parameters"), strong], 0.4, fontsize=8.5)

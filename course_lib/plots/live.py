@@ -17,7 +17,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, SHARPNESS, describe, picture_o
 from course_lib.validate import Size, checked
 
 REDRAW_S = 0.5
-SHARE = 0.1  # of the time, at most, that drawing takes from the training
+_SHARE = 0.1  # of the time, at most, that drawing takes from the training
 
 
 class LiveCurve:
@@ -46,7 +46,7 @@ class LiveCurve:
             if _notebook():
                 self._show()
             now_s = time.monotonic()
-            self._next_s = now_s + max(REDRAW_S, (now_s - start_s) / SHARE)
+            self._next_s = now_s + max(REDRAW_S, (now_s - start_s) / _SHARE)
 
     def __enter__(self) -> "LiveCurve":
         return self

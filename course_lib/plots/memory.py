@@ -28,7 +28,7 @@ from course_lib.validate import checked
 # ---------------------------------------------------------------- memory over time
 
 
-MOST_POINTS = 1500
+_MOST_POINTS = 1500
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def timeline_picture(timeline) -> TimelinePicture:
     if not times or not kinds:
         raise ValueError("the timeline holds no measurement; run at least one training step inside the tracker")
     totals = [sum(timeline.bytes_by_kind[kind][i] for kind in kinds) for i in range(len(times))]
-    kept = _highest_of_each_slice(totals, MOST_POINTS)
+    kept = _highest_of_each_slice(totals, _MOST_POINTS)
     marks = [(bisect_left(times, at), name) for at, name in timeline.marks]
     stops = [start for start, _ in marks[1:]] + [end]  # a phase lasts until the next one, the last until the end
     phases = [(name, start, stop) for (start, name), stop in zip(marks, stops, strict=False) if stop > start]
@@ -69,7 +69,7 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
     return sorted(kept | {0, n - 1})
 
 
-def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
+def _stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the bytes of each kind over the events."""
     floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
@@ -80,7 +80,7 @@ def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
         floor = top
 
 
-PHASE_SHADES = ("#FFFFFF", "#E6E6E6", "#C9C9C9", "#DADADA")
+_PHASE_SHADES = ("#FFFFFF", "#E6E6E6", "#C9C9C9", "#DADADA")
 
 
 def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
@@ -89,7 +89,7 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
     width = picture.xs[-1] - picture.xs[0]
     shortened = []
     for name, start, stop in picture.phases:
-        shade = PHASE_SHADES[names.index(name) % len(PHASE_SHADES)]
+        shade = _PHASE_SHADES[names.index(name) % len(_PHASE_SHADES)]
         axes.fill_between([start, stop], peak * 1.17, peak * 1.28, facecolor=shade, edgecolor="black", linewidth=0.5)
         axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
         share = (stop - start) / width
@@ -109,7 +109,7 @@ def show_memory_timeline(timeline, title: str) -> None:
     unit, end = unit_for(picture.peak_bytes), picture.xs[-1]
     peak = picture.peak_bytes / UNITS[unit]
     with picture_axes(3.8) as axes:
-        stack_kinds(axes, picture, unit)
+        _stack_kinds(axes, picture, unit)
         axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
         axes.set(xlim=(0, end), ylim=(0, peak * 1.28), xlabel="allocations and releases, in order")
         axes.set_ylabel(f"tensors alive ({unit})")
@@ -137,7 +137,7 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
     top = limit / UNITS[unit]
     with picture_panels(1, len(pictures), 3.2, title, sharey=True, squeeze=False) as (figure, panels):
         for axes, (name, picture) in zip(panels[0], pictures.items(), strict=True):
-            stack_kinds(axes, picture, unit)
+            _stack_kinds(axes, picture, unit)
             axes.set(xlim=(0, picture.xs[-1]), ylim=(0, top), xticks=[])
             panel_title(axes, f"{name}\npeak {show_bytes(picture.peak_bytes)}", "center")
             for phase, start, _ in picture.phases:

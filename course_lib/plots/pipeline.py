@@ -17,11 +17,11 @@ from course_lib.span import Span
 from course_lib.validate import Amount, Index, Positive, Size, checked
 
 OP_COLORS = {"F": OKABE_ITO["sky"], "B": OKABE_ITO["vermillion"], "I": OKABE_ITO["orange"], "W": OKABE_ITO["green"]}
-OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
+_OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 IDLE_COLOR = "#EDEDED"
-LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
+_LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
 BOX_HEIGHT = 0.84
-ROW_IN = 0.29
+_ROW_IN = 0.29
 DENSE_DPI = 130  # of charts whose numbers are small
 CHART_POINTS = 0.9 * FULL_WIDTH_IN * 72  # the width of the axes of a full-width picture
 DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font sizes
@@ -117,7 +117,7 @@ def percent(share: Amount) -> str:
 
 def shade(op: str, chunk: Index, num_chunks: Size) -> str:
     """The colour of an operation, lighter for each later chunk of the rank."""
-    return mix(OP_COLORS[op], "#FFFFFF", LIGHTEST * chunk / max(num_chunks - 1, 1))
+    return mix(OP_COLORS[op], "#FFFFFF", _LIGHTEST * chunk / max(num_chunks - 1, 1))
 
 
 # ---------------------------------------------------------------- what is written in the boxes
@@ -149,7 +149,7 @@ def labels_of(picture: SchedulePicture, end_s: Amount | None = None, height: Pos
     for op, width in widths.items():
         characters = digits + with_letters
         across = min((width - 1.2) / (DIGIT * characters), 8.0)
-        turned = min((width - 0.9) / CAPITAL, ROW_IN * 72 * height / (DIGIT * characters + 0.4), 7.0)
+        turned = min((width - 0.9) / CAPITAL, _ROW_IN * 72 * height / (DIGIT * characters + 0.4), 7.0)
         if across >= 5.5:
             labels[op] = Label(with_letters, False, across)
         elif turned >= 4.5:
@@ -216,14 +216,14 @@ def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
 def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     """What the colours and shades mean, as far as these pictures use them."""
     used = {box.op for picture in pictures for box in picture.boxes}
-    handles = [key(color, f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
+    handles = [key(color, f"{op} {_OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
     handles += [key(IDLE_COLOR, "idle")] * any(picture.idle for picture in pictures)
     return handles + [key(shade("F", 1, 2), "lighter: later layers")] * any(p.num_chunks > 1 for p in pictures)
 
 
 def chart_height_in(picture: SchedulePicture) -> float:
     """The height of one chart with its title and its time axis."""
-    return 0.62 + ROW_IN * picture.num_ranks
+    return 0.62 + _ROW_IN * picture.num_ranks
 
 
 def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: Amount | None = None) -> None:

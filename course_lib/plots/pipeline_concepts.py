@@ -26,7 +26,7 @@ from course_lib.units import three_digits
 from course_lib.validate import checked
 
 ACTIVATION_COLOR, GRADIENT_COLOR = OKABE_ITO["blue"], OKABE_ITO["vermillion"]
-MOST_STAGES = 8
+_MOST_STAGES = 8
 
 # ---------------------------------------------------------------- messages of a schedule in time
 
@@ -91,7 +91,7 @@ def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str)
 # ---------------------------------------------------------------- which layers where
 
 
-def stages_title(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int]) -> str:
+def _stages_title(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int]) -> str:
     """How many layers, stages and ranks; and whether the first rank has the last stage too."""
     ends = "rank 0 has both ends of the model" if rank_of_stage[-1] == 0 else "embedding on the first, head on the last"
     counts = f"{len(layers_of_stage)} stages on {1 + max(rank_of_stage)} ranks"
@@ -116,12 +116,12 @@ def show_stages_of_model(
             "give the layers of each stage, 0 or more, and the rank of each"
         )
     count, layers = 1 + max(owners), sum(layers_of_stage)
-    if count > MOST_STAGES or layers > 32:
-        raise ValueError(f"{layers} layers on {count} ranks; the picture has room for 32 on {MOST_STAGES}")
+    if count > _MOST_STAGES or layers > 32:
+        raise ValueError(f"{layers} layers on {count} ranks; the picture has room for 32 on {_MOST_STAGES}")
     ends = max(1.0, 0.085 * layers)  # the width of embedding and head, which have names to write
     columns = 1 if parameters_of_rank is None else 2
     look = {"squeeze": False, "width_ratios": (4, 1)[:columns]}
-    with picture_panels(1, columns, 0.95 + 0.44 * count, stages_title(layers_of_stage, owners), **look) as (_, panels):
+    with picture_panels(1, columns, 0.95 + 0.44 * count, _stages_title(layers_of_stage, owners), **look) as (_, panels):
         axes, last = panels[0, 0], len(owners) - 1
         word = "stage " if min(layers_of_stage) >= 0.085 * layers else "s"
         for stage, (rank, stop) in enumerate(zip(owners, accumulate(layers_of_stage), strict=True)):

@@ -28,7 +28,7 @@ from course_lib.span import Span
 from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
-OUTLINE_COLOR = "#444444"
+_OUTLINE_COLOR = "#444444"
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> N
         draw_schedule(axes, picture.measured, end_s * 1.005, TIME_UNITS[unit], height=0.5)
         for op in sorted({box.op for box in picture.simulated.boxes}):
             spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes if box.op == op]
-            look = {"facecolor": mix(OP_COLORS[op], "#FFFFFF", 0.8), "edgecolor": OUTLINE_COLOR, "linewidth": 0.8}
+            look = {"facecolor": mix(OP_COLORS[op], "#FFFFFF", 0.8), "edgecolor": _OUTLINE_COLOR, "linewidth": 0.8}
             draw_boxes(axes, spans, TIME_UNITS[unit], 0.9, zorder=0.5, **look)
         axes.set_xlabel(f"time ({unit})")
         axes.set_title(measured_title(picture), fontsize=9.5)
-        legend_below(axes, [*legend_of([picture.measured]), key("white", "simulated", edgecolor=OUTLINE_COLOR)])
+        legend_below(axes, [*legend_of([picture.measured]), key("white", "simulated", edgecolor=_OUTLINE_COLOR)])
         finish(figure)
 
 

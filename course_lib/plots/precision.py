@@ -76,7 +76,7 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
 
 # ---------------------------------------------------------------- fine-tuning
 
-FROZEN_COLOR = "#D9D9D9"
+_FROZEN_COLOR = "#D9D9D9"
 
 
 @checked
@@ -98,7 +98,7 @@ def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]],
     said, xs = "One large number spoils the scale of its block only", range(len(numbers))
     with picture_panels(1, len(stored), 2.7, said, sharey=True, squeeze=False) as (figure, panels):
         for axes, (name, values) in zip(panels[0], stored.items(), strict=True):
-            axes.bar(xs, numbers, width=0.9, color=FROZEN_COLOR, edgecolor=NEUTRAL_COLOR, label="number")
+            axes.bar(xs, numbers, width=0.9, color=_FROZEN_COLOR, edgecolor=NEUTRAL_COLOR, label="number")
             mark = {"color": OKABE_ITO["vermillion"], "markersize": 14, "markeredgewidth": 2.5}
             axes.plot(xs, values, "_", label="stored", **mark)
             for edge in range(block_size, len(numbers), block_size):

@@ -13,10 +13,10 @@ from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
 COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "world": OKABE_ITO["orange"]}
-OTHER_COLOR = OKABE_ITO["green"]  # of axes without a colour of their own
-LANE = 0.38  # the height of one of a rank's two lanes; exposed communication fills both
+_OTHER_COLOR = OKABE_ITO["green"]  # of axes without a colour of their own
+_LANE = 0.38  # the height of one of a rank's two lanes; exposed communication fills both
 
-Intervals = list[tuple[float, float]]
+_Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class RankRow:
     """What is drawn of a rank: intervals in seconds in which it computes, sends by axis, and sends exposed by axis."""
 
     seconds: RankSeconds
-    compute: Intervals
-    communication: dict[str, Intervals]
-    exposed: dict[str, Intervals]
+    compute: _Intervals
+    communication: dict[str, _Intervals]
+    exposed: dict[str, _Intervals]
 
 
 def rank_row(trace: RankTrace) -> RankRow:
@@ -44,13 +44,13 @@ def rank_row(trace: RankTrace) -> RankRow:
     return RankRow(seconds_of(trace), compute, by_lane, exposed)
 
 
-def draw_lanes(axes, rows: Sequence[RankRow], scale: float) -> None:
+def _draw_lanes(axes, rows: Sequence[RankRow], scale: float) -> None:
     """Draw of each rank computation above communication; where it waits, the axis fills both lanes."""
     for index, row in enumerate(rows):
-        drawn = [(row.compute, (index - LANE, LANE), COMPUTE_COLOR)]
+        drawn = [(row.compute, (index - _LANE, _LANE), COMPUTE_COLOR)]
         for axis, intervals in row.communication.items():
-            color = COLORS.get(axis, OTHER_COLOR)
-            drawn += [(intervals, (index, LANE), color), (row.exposed[axis], (index - LANE, 2 * LANE), color)]
+            color = COLORS.get(axis, _OTHER_COLOR)
+            drawn += [(intervals, (index, _LANE), color), (row.exposed[axis], (index - _LANE, 2 * _LANE), color)]
         for intervals, place, color in drawn:
             bars = [(start / scale, (stop - start) / scale) for start, stop in intervals]
             axes.broken_barh(bars, place, facecolor=color, edgecolor=color, linewidth=0.3)
@@ -61,9 +61,9 @@ def draw_sums(axes, rows: Sequence[RankRow], scale: float) -> None:
     for index, row in enumerate(rows):
         start_s, seconds = 0.0, row.seconds
         parts = [(COMPUTE_COLOR, seconds.compute_s)]
-        parts += [(COLORS.get(axis, OTHER_COLOR), exposed_s) for axis, exposed_s in seconds.exposed_s.items()]
+        parts += [(COLORS.get(axis, _OTHER_COLOR), exposed_s) for axis, exposed_s in seconds.exposed_s.items()]
         for color, part_s in [*parts, (NEUTRAL_COLOR, seconds.neither_s)]:
-            axes.barh(index, part_s / scale, left=start_s / scale, height=2 * LANE, color=color, edgecolor="white")
+            axes.barh(index, part_s / scale, left=start_s / scale, height=2 * _LANE, color=color, edgecolor="white")
             start_s += part_s
         share = sum(seconds.exposed_s.values()) / seconds.step_s
         write(axes, start_s / scale, index, f" {show_seconds(seconds.step_s)}, {share:.0%} exposed", "left", 8.5)
@@ -77,12 +77,12 @@ def show_rank_traces(traces: Sequence[RankTrace], title: str = "One step on ever
     rows = [rank_row(trace) for trace in traces]
     names = dict.fromkeys(axis for row in rows for axis in row.communication)
     handles = [key(COMPUTE_COLOR, "computing")]
-    handles += [key(COLORS.get(axis, OTHER_COLOR), f"communication over {axis}") for axis in names]
+    handles += [key(COLORS.get(axis, _OTHER_COLOR), f"communication over {axis}") for axis in names]
     handles.append(key(NEUTRAL_COLOR, "neither (below)"))
     longest_s = max(row.seconds.step_s for row in rows)
     unit = time_unit_for(longest_s)
     panels_of = {
-        "over time: above what is computed, below what is sent, both where it is exposed": draw_lanes,
+        "over time: above what is computed, below what is sent, both where it is exposed": _draw_lanes,
         "in sum: computing, exposed communication by axis, neither": draw_sums,
     }
     with picture_panels(2, 1, 2.2 + 0.95 * len(rows), title) as (figure, panels):

@@ -22,8 +22,8 @@ PARTS = {  # of a step, in the order of the bars: the field of the log, its colo
     "rest": (None, NEUTRAL_COLOR),
 }
 HEIGHT_IN = 5.2
-WINDOW = 20  # over how many of the last steps seconds are averaged
-IN_LEGEND = 6  # ranks; of more the lines have no names
+_WINDOW = 20  # over how many of the last steps seconds are averaged
+_IN_LEGEND = 6  # ranks; of more the lines have no names
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def run_rows(of_ranks: Mapping[int, Sequence[dict]]) -> RunRows:
     steps = {rank: found for rank, lines in of_ranks.items() if (found := steps_of(lines))}
     if not steps:
         raise ValueError("the logs tell of no step yet; look again when the run has done one")
-    last = [lines[-WINDOW:] for lines in steps.values()]
+    last = [lines[-_WINDOW:] for lines in steps.values()]
     seconds = {
         part: [mean(line[field] or 0.0 for line in lines) for lines in last]
         for part, (field, _) in PARTS.items()
@@ -63,7 +63,7 @@ def draw_run(figure, rows: RunRows, verdict: str) -> None:
         curve = [line["step"] for line in lines], [line["tokens_per_s_per_rank"] for line in lines]
         speed.plot(*curve, label=f"rank {rank}", linewidth=1.2, color=RANK_COLORS[index % len(RANK_COLORS)])
     speed.set(title="Speed of each rank", xlabel="step", ylabel="tokens/s per rank", ylim=(0, None))
-    if len(names) <= IN_LEGEND:
+    if len(names) <= _IN_LEGEND:
         speed.legend(loc="lower right", ncols=2)
     peaks = [lines[-1]["peak_memory_bytes"] for lines in rows.steps.values()]
     unit, places = unit_for(max(peaks)), range(len(names))
@@ -91,7 +91,7 @@ def show_run(folder: str | Path) -> RunNow:
 
     Raises   ValueError if the folder has no logs, or no step in them
     """
-    now, rows = look(folder, WINDOW), run_rows(read_run(folder))
+    now, rows = look(folder, _WINDOW), run_rows(read_run(folder))
     with style():
         figure = plt.figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, rows, now.verdict)

@@ -8,9 +8,9 @@ from course_lib.plots.tiles import ranks
 from course_lib.schedules.simulator import Simulation
 from course_lib.validate import checked
 
-ALIVE_COLOR = KIND_COLORS["activations"]
-HATCHED = {"edgecolor": ALIVE_COLOR, "hatch": "\\\\\\\\", "linewidth": 0}
-WAITING = HATCHED | {"facecolor": mix(ALIVE_COLOR, "#FFFFFF", 0.65)}
+_ALIVE_COLOR = KIND_COLORS["activations"]
+HATCHED = {"edgecolor": _ALIVE_COLOR, "hatch": "\\\\\\\\", "linewidth": 0}
+_WAITING = HATCHED | {"facecolor": mix(_ALIVE_COLOR, "#FFFFFF", 0.65)}
 
 Steps = list[tuple[float, float]]
 
@@ -83,8 +83,8 @@ def show_live(simulation: Simulation) -> None:
             floor = rank + 0.45
             times, *counts = stacked(*row, picture.end_s)
             low, high = ([floor + scale * count for count in of_kind] for of_kind in counts)
-            axes.fill_between(times, low, floor, step="post", facecolor=ALIVE_COLOR, linewidth=0)
-            axes.fill_between(times, high, low, step="post", **WAITING)
+            axes.fill_between(times, low, floor, step="post", facecolor=_ALIVE_COLOR, linewidth=0)
+            axes.fill_between(times, high, low, step="post", **_WAITING)
             axes.axhline(floor, color=NEUTRAL_COLOR, linewidth=0.8)
             said = f" peak {picture.peak_alive[rank]:.3g}"
             said += f", waiting {picture.peak_waiting[rank]:.3g}" if waits else ""
@@ -92,7 +92,7 @@ def show_live(simulation: Simulation) -> None:
         plain_rows(axes, ranks(len(picture.alive)), -0.5, -0.5)
         axes.spines["left"].set_visible(False)
         axes.set(xlim=(0, picture.end_s), xlabel="simulated time")
-        handles = [key(ALIVE_COLOR, "in flight: from F to B (or I)", linewidth=0)]
-        handles += [key(label="waiting for weight gradients", color=WAITING["facecolor"], **HATCHED)] if waits else []
+        handles = [key(_ALIVE_COLOR, "in flight: from F to B (or I)", linewidth=0)]
+        handles += [key(label="waiting for weight gradients", color=_WAITING["facecolor"], **HATCHED)] if waits else []
         keys_below(axes, handles)
         axes.set_title(f"{simulation.schedule.name}: {live_title(picture)}", fontsize=10)

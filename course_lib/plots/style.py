@@ -18,7 +18,7 @@ from course_lib.validate import Positive, Share, Size
 Place = tuple[float, float]
 
 FULL_WIDTH_IN = 8.5
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
 CENTRED = {"ha": "center", "va": "center"}  # of a text
 
 _STYLE = {
@@ -97,7 +97,7 @@ def keys_below(axes_or_figure, handles: list, pad: float = 4.0, **look) -> None:
     if hasattr(axes_or_figure, "suptitle"):
         axes_or_figure.legend(loc="outside lower center", **look)
     else:
-        axes_or_figure.legend(borderaxespad=pad, **(BELOW | look))
+        axes_or_figure.legend(borderaxespad=pad, **(_BELOW | look))
 
 
 def plain_rows(axes, names: list[str], least: float = -0.6, most: float = -0.4) -> None:

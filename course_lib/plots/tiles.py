@@ -33,7 +33,7 @@ def ranks(count: int) -> list[str]:
     return [f"rank {rank}" for rank in range(count)]
 
 
-def width_of(row: Row) -> float:
+def _width_of(row: Row) -> float:
     """Return how many columns a row takes."""
     return sum(tile.width if isinstance(tile, Tile) else tile for tile in row)
 
@@ -53,7 +53,7 @@ def draw_tiles(axes, rows: Sequence[Row], names: Sequence[str] = (), *, pitch=1.
     middles = [index * pitch + height / 2 for index in range(len(names))]
     axes.set_yticks(middles, names)
     bottom = (len(rows) - 1) * pitch + height
-    axes.set(xlim=(-0.05, max(map(width_of, rows)) + 0.05), ylim=(bottom + 0.05, -0.05), xticks=[])
+    axes.set(xlim=(-0.05, max(map(_width_of, rows)) + 0.05), ylim=(bottom + 0.05, -0.05), xticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 

@@ -9,7 +9,7 @@ from course_lib.plots.style import ground, key, keys_below, panel_title, picture
 from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
-COMPUTE_LANE = "compute"
+_COMPUTE_LANE = "compute"
 
 
 def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -55,7 +55,7 @@ class OverlapPicture:
     @property
     def others(self) -> str:
         """What is exposed, such as copy or communication."""
-        return " and ".join(sorted({lane for _, lane in self.lanes} - {COMPUTE_LANE})) or "communication"
+        return " and ".join(sorted({lane for _, lane in self.lanes} - {_COMPUTE_LANE})) or "communication"
 
     @property
     def end_s(self) -> float:
@@ -71,12 +71,12 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
     """Turn `Span`s into lanes, and find each rank's exposed communication."""
     if not spans:
         raise ValueError("there are no spans to draw; give at least one Span(rank, lane, name, start_s, stop_s)")
-    lanes = sorted({(s.rank, s.lane) for s in spans}, key=lambda lane: (lane[0], lane[1] != COMPUTE_LANE, lane[1]))
+    lanes = sorted({(s.rank, s.lane) for s in spans}, key=lambda lane: (lane[0], lane[1] != _COMPUTE_LANE, lane[1]))
     busy = {lane: merge([(s.start_s, s.stop_s) for s in spans if (s.rank, s.lane) == lane]) for lane in lanes}
     exposed = {
-        lane: [part for whole in busy[lane] for part in subtract(whole, busy.get((lane[0], COMPUTE_LANE), ()))]
+        lane: [part for whole in busy[lane] for part in subtract(whole, busy.get((lane[0], _COMPUTE_LANE), ()))]
         for lane in lanes
-        if lane[1] != COMPUTE_LANE
+        if lane[1] != _COMPUTE_LANE
     }
     return OverlapPicture(lanes, spans, exposed)
 
@@ -127,7 +127,7 @@ def draw_overlap(axes, picture: OverlapPicture, names: Mapping[str, str] | None,
 
 
 def _color_of(span) -> str:
-    if span.lane == COMPUTE_LANE:
+    if span.lane == _COMPUTE_LANE:
         return mix(COMPUTE_COLOR, "#FFFFFF", 0.55) if span.name.startswith("forward") else COMPUTE_COLOR
     # gradients on their way home, beside keys and values, are darker
     return mix(COMMUNICATION_COLOR, "#000000", 0.45) if span.name.startswith("dk") else COMMUNICATION_COLOR

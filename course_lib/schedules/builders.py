@@ -174,7 +174,7 @@ def dualpipe_v(pp: Size, num_micro_batches: Size) -> Schedule:
     Raises   ValueError below 2 pp micro-batches
     Source   DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1; github.com/deepseek-ai/DualPipe
     """
-    check_dualpipe_v(pp, num_micro_batches)
+    _check_dualpipe_v(pp, num_micro_batches)
     rows = []
     for i in range(pp):
         late = ["u", "d"] * (i + 1)  # the last backwards: the first half whole, the second without W
@@ -266,7 +266,7 @@ def check_request(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> 
     if name == "interleaved" and v > 1:
         check_interleaved(pp, num_micro_batches, v)
     if name == "dualpipe_v":
-        check_dualpipe_v(pp, num_micro_batches)
+        _check_dualpipe_v(pp, num_micro_batches)
 
 
 @checked
@@ -286,7 +286,7 @@ def check_interleaved(pp: Size, num_micro_batches: Size, v: Size) -> None:
         )
 
 
-def check_dualpipe_v(pp: Size, num_micro_batches: Size) -> None:
+def _check_dualpipe_v(pp: Size, num_micro_batches: Size) -> None:
     """Raises ValueError below two micro-batches a rank, which the V's two directions need."""
     if num_micro_batches < 2 * pp:
         raise ValueError(

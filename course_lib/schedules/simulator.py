@@ -18,7 +18,7 @@ from course_lib.schedules.instructions import OPS, Instruction, Schedule
 from course_lib.span import Span
 from course_lib.validate import Amount, Positive, check_fields, checked
 
-PerStage = Amount | Sequence[Amount]
+_PerStage = Amount | Sequence[Amount]
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Costs:
     DualPipeV), of which nothing is sent before both are done; None means one after the other, each sent at once.
     """
 
-    forward_s: PerStage = 1.0
-    input_backward_s: PerStage = 1.0
-    weight_backward_s: PerStage = 1.0
-    transfer_s: PerStage = 0.0
+    forward_s: _PerStage = 1.0
+    input_backward_s: _PerStage = 1.0
+    weight_backward_s: _PerStage = 1.0
+    transfer_s: _PerStage = 0.0
     pair_s: Amount | None = None
 
     def __post_init__(self):
@@ -66,11 +66,11 @@ class Costs:
             raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
 
 
-def _is_per_stage(value: PerStage) -> bool:
+def _is_per_stage(value: _PerStage) -> bool:
     return isinstance(value, Sequence)
 
 
-def _of_stage(value: PerStage, stage: int) -> float:
+def _of_stage(value: _PerStage, stage: int) -> float:
     return value[stage] if _is_per_stage(value) else value
 
 
@@ -169,14 +169,14 @@ class Simulation:
         """For each rank, each instruction beside its span."""
         return [list(zip(*row, strict=True)) for row in zip(self.schedule.instructions, self.rows, strict=True)]
 
-    def memory(self, live_bytes: PerStage, waiting_bytes: PerStage = 0.0) -> list[list[tuple[float, float]]]:
+    def memory(self, live_bytes: _PerStage, waiting_bytes: _PerStage = 0.0) -> list[list[tuple[float, float]]]:
         """For each rank (second, bytes) at each change, given what one micro-batch keeps in one stage.
 
         live_bytes from the start of F to the stop of I or B, then waiting_bytes, what W needs, to the stop of W.
         """
         return [_held_bytes(row, live_bytes, waiting_bytes) for row in self.timed]
 
-    def peak_bytes(self, live_bytes: PerStage, waiting_bytes: PerStage = 0.0) -> list[float]:
+    def peak_bytes(self, live_bytes: _PerStage, waiting_bytes: _PerStage = 0.0) -> list[float]:
         """Most bytes of activations on each rank at once."""
         return [max((held for _, held in row), default=0.0) for row in self.memory(live_bytes, waiting_bytes)]
 
@@ -191,7 +191,7 @@ def _counts(row: list[tuple[Instruction, Span]], change_of_op: dict[str, int]) -
 
 
 def _held_bytes(
-    row: list[tuple[Instruction, Span]], live_bytes: PerStage, waiting_bytes: PerStage
+    row: list[tuple[Instruction, Span]], live_bytes: _PerStage, waiting_bytes: _PerStage
 ) -> list[tuple[float, float]]:
     held, changes = 0.0, []
     for instruction, span in row:

@@ -8,7 +8,7 @@ Nothing here knows how a layout works: the engine of parallel/five_d.py is built
 and the byte meter watch it. fake_world.py says what is real in it, tape.py why many micro-batches cost no more than
 three. What is built is this rank's stages alone, so cost grows with their layers and not with the number of ranks.
 
-Tensors are fake ones of the CPU, but attention runs the flash kernel of a GPU (`flash_attention`).
+Tensors are fake ones of the CPU, but attention runs the flash kernel of a GPU (`_flash_attention`).
 
 Experts are chosen by a plan (`planned_assignment`), since without numbers no router can: balanced, or with a given
 share of the assignments on the first expert.
@@ -40,7 +40,7 @@ from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
 from course_lib.training.precision import engine_dtypes, zero_gradients
 
-MOST_PASSES = 20_000  # minutes
+_MOST_PASSES = 20_000  # minutes
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -93,7 +93,7 @@ def simulate(
     start_s = time.perf_counter()
     layout = run.layout
     stages = stages if stages == "all" else list(stages)
-    check_size(layout, layout.stages_per_rank * (layout.pp if stages == "all" else len(stages)))
+    _check_size(layout, layout.stages_per_rank * (layout.pp if stages == "all" else len(stages)))
     ranks = [
         simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), clip_norm, skew)
         for pp_rank in pp_ranks_of(layout, stages)
@@ -101,13 +101,13 @@ def simulate(
     return Simulation(run, ranks, time.perf_counter() - start_s)
 
 
-def check_size(layout: Layout, num_stages: int) -> None:
+def _check_size(layout: Layout, num_stages: int) -> None:
     """Raises ValueError for a step of too many instructions, before any of them is listed."""
     passes = 2 * layout.micro_batches * num_stages
-    if passes > MOST_PASSES:
+    if passes > _MOST_PASSES:
         raise ValueError(
             f"micro_batches ({layout.micro_batches:,}) give {passes:,} forward and backward passes on {num_stages} "
-            f"stage{'s' * (num_stages > 1)}, of which at most {MOST_PASSES:,} are simulated; choose fewer "
+            f"stage{'s' * (num_stages > 1)}, of which at most {_MOST_PASSES:,} are simulated; choose fewer "
             "micro_batches or stages: those of the steady state are alike"
         )
 
@@ -133,14 +133,14 @@ def simulate_rank(
     """
     start_s = time.perf_counter()
     check_engine(run)
-    config, layout, (dtype, grad_dtype) = run.config, run.layout, simulated_dtypes(run.recipe)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, _simulated_dtypes(run.recipe)
     with (
         fake_world(rank, layout.world_size),
         replaced(moe, "choose", plan_assignments(skew)),
-        replaced(F, "scaled_dot_product_attention", lambda _: flash_attention),
+        replaced(F, "scaled_dot_product_attention", lambda _: _flash_attention),
     ):
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
-        engine = five_d.build(config, layout, fill=fill_with_nothing, **options)
+        engine = five_d.build(config, layout, fill=_fill_with_nothing, **options)
         optimizer = engines.make_optimizer(engine)
         if run.recipe == "bf16":  # moments in BF16, no FP32 copy
             optimizer = torch.optim.AdamW(optimizer.param_groups)
@@ -193,7 +193,7 @@ def check_engine(run: Run) -> None:
 SIMULATED = {"fp16-master-fp32-grads": (torch.float16, torch.float32), "bf16": (torch.bfloat16, None)}
 
 
-def simulated_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
+def _simulated_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     """Dtypes of parameters, and of gradients where it is another: also of recipes whose numbers need more than bytes.
 
     FP16 needs a loss scale, and pure BF16 loses small updates; what is held is the same.
@@ -202,7 +202,7 @@ def simulated_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     return SIMULATED.get(recipe) or engine_dtypes(recipe)
 
 
-def fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:
+def _fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:
     """In place of weights: there are none. Counts start at zero, as always."""
     for count in engine.buffers():
         count.zero_()
@@ -222,7 +222,7 @@ def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
 # --- attention as a GPU computes it
 
 
-def flash_attention(
+def _flash_attention(
     q_BNSH: Tensor,
     k_BKSH: Tensor,
     v_BKSH: Tensor,

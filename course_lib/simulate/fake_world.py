@@ -69,7 +69,7 @@ class WholeNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is ASK_DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: answered here
             return args[0].fake_device
-        if FakeTensor in types or not stays_real(func, args, kwargs):
+        if FakeTensor in types or not _stays_real(func, args, kwargs):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
@@ -78,7 +78,7 @@ class WholeNumbers(TorchDispatchMode):
         return out
 
 
-def stays_real(func, args: tuple, kwargs: dict) -> bool:
+def _stays_real(func, args: tuple, kwargs: dict) -> bool:
     """Whether a call takes whole numbers alone, or if it takes no tensor, makes them; or whether it stays on meta."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     device = kwargs.get("device")
@@ -107,7 +107,7 @@ def let_arrive(func, args: tuple, kwargs: dict) -> None:
     call = {
         arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
     } | kwargs  # those that are left out have defaults
-    arrive = ARRIVALS.get(func._schema.name.removeprefix("c10d::"))
+    arrive = _ARRIVALS.get(func._schema.name.removeprefix("c10d::"))
     if arrive is not None:  # otherwise nothing arrives (send, barrier), or what is here already (broadcast)
         group = dist.ProcessGroup.unbox(call["process_group"])
         arrive(call, group.rank(), group.size())
@@ -135,7 +135,7 @@ def _all_to_all(call: dict, rank: int, size: int) -> None:
     call["output"].copy_(torch.cat([mine] * size))
 
 
-ARRIVALS = {
+_ARRIVALS = {
     "allreduce_": _all_reduce,
     "_allgather_base_": _all_gather,
     "_reduce_scatter_base_": _reduce_scatter,

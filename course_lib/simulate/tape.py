@@ -46,8 +46,8 @@ class FlopMeter(TorchDispatchMode):
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        if packet in ATTENTION:
-            self.flops += ATTENTION[packet](*args)
+        if packet in _ATTENTION:
+            self.flops += _ATTENTION[packet](*args)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         return out
@@ -63,7 +63,7 @@ def _attention_backward(grad: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Te
     return 2 * _attention(q_BNSH, k_BKSH, v_BKSH)
 
 
-ATTENTION = {
+_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -122,7 +122,7 @@ class Tape:
 
         def run_or_replay(executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
             if executor not in self.running:
-                self.running[executor] = micro_batches_to_run(executor)
+                self.running[executor] = _micro_batches_to_run(executor)
             if one.micro_batch in self.running[executor][one.stage]:
                 return self.record(compute, executor, one, came)
             self.replayed += 1
@@ -133,7 +133,7 @@ class Tape:
     def record(self, compute: Callable, executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
         """Runs the instruction, and puts what it did on tape. What came for it is a real tensor in a replay too."""
         others = self.others.setdefault((one.stage, one.micro_batch), [])  # W may free what came for I
-        others += [self.tracker.block_of(x) for x in (came, x_of(executor, one))]
+        others += [self.tracker.block_of(x) for x in (came, _x_of(executor, one))]
         if one.op == "F":
             self.held.pop(one.stage, None)
         events, records, flops = len(self.tracker.events), len(self.meter.records), self.flop_meter.flops
@@ -185,7 +185,7 @@ class Tape:
             self.held[stage] = torch.empty(freed, dtype=torch.uint8, device=executor.device)
 
 
-def x_of(executor: Executor, one: Instruction) -> Tensor | None:
+def _x_of(executor: Executor, one: Instruction) -> Tensor | None:
     """The input that a stage keeps of a micro-batch."""
     kept = executor.kept.get((one.stage, one.micro_batch))
     return None if kept is None else kept.x
@@ -198,7 +198,7 @@ def waits(store: WeightGradientStore, came: Tensor | None) -> bool:
     return came is not None and came.untyped_storage()._cdata in storages
 
 
-def micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:
+def _micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:
     """Of each stage of this rank those that run: in every kind of instruction the first two and the last."""
     order: dict[tuple[int, str], list[int]] = {}
     for step in executor.steps:

@@ -32,7 +32,7 @@ from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share
 from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
 from course_lib.traffic import Call, stage_calls
 
-ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
+_ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
 _WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
 # Bytes that kernels go over, counted. Of a logit: FP32 copy, softmax, loss and gradient, one kernel each, or fused. Of
 # a score that is materialized: product, scale and mask, softmax, dropout, and back.
@@ -176,7 +176,7 @@ def _cached_layer(known: Known, experts: bool) -> Times:
         cp_s=cp_s,
         ep_s=ep_forward_s + ep_backward_s,
     )
-    longer = (1 + (_least_s(case) / work.total_s) ** ROUNDING) ** (1 / ROUNDING)
+    longer = (1 + (_least_s(case) / work.total_s) ** _ROUNDING) ** (1 / _ROUNDING)
     passes = (longer * each for each in (work.forward_s, work.input_s, work.weight_s))
     return Times(*passes, (longer - 1) * work.total_s, work.tp_s, work.cp_s, work.ep_s)
 
@@ -204,7 +204,7 @@ def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rate
     case = Case(run, cluster, engine_of(engine), rates)
     layer = layer_times(case, experts=run.config.moe is not None)
     least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
-    return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** ROUNDING)
+    return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** _ROUNDING)
 
 
 def _launch_s(case: Case) -> float:

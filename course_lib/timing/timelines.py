@@ -16,8 +16,8 @@ from course_lib.timing.rates import Utilisation
 from course_lib.timing.tensor import layer_parts, sum_and_gather_s
 from course_lib.validate import Amount, Positive, Size, checked
 
-COMMUNICATION = "communication"
-_EXPERT_PARTS = {"attention": COMPUTE, "dispatch": COMMUNICATION, "experts": COMPUTE, "combine": COMMUNICATION}
+_COMMUNICATION = "communication"
+_EXPERT_PARTS = {"attention": COMPUTE, "dispatch": _COMMUNICATION, "experts": COMPUTE, "combine": _COMMUNICATION}
 
 
 class _Lanes:
@@ -70,7 +70,7 @@ def dp_spans(
     lanes.add(COMPUTE, "backward", backward_s)
     for index, comm_s in enumerate(bucket_comm_s):
         done = (index + 1) / len(bucket_comm_s) if overlap else 1.0
-        lanes.add(COMMUNICATION, f"all-reduce {index}", comm_s, forward_s + done * backward_s)
+        lanes.add(_COMMUNICATION, f"all-reduce {index}", comm_s, forward_s + done * backward_s)
     return lanes.spans
 
 
@@ -88,12 +88,12 @@ def zero3_spans(
     for (name, indices), seconds in zip(passes, passes_s, strict=True):
         for index in indices:
             allowed_s = 0.0 if before is None else before.start_s if prefetch else before.stop_s
-            gathered = lanes.add(COMMUNICATION, f"gather {index}", gather_s, allowed_s)
+            gathered = lanes.add(_COMMUNICATION, f"gather {index}", gather_s, allowed_s)
             if reduced:
-                lanes.add(COMMUNICATION, *reduced)
+                lanes.add(_COMMUNICATION, *reduced)
             before = lanes.add(COMPUTE, f"{name} {index}", seconds, gathered.stop_s)
             reduced = (f"reduce {index}", reduce_s, before.stop_s) if name == "backward" else None
-    lanes.add(COMMUNICATION, *reduced)
+    lanes.add(_COMMUNICATION, *reduced)
     return lanes.spans
 
 
@@ -111,18 +111,18 @@ def tensor_parallel_layer_spans(
     (sum_s, gather_s), lanes = sum_and_gather_s(run, cluster), _Lanes()
     for part in parts:
         if gathers:
-            lanes.then(COMMUNICATION, f"gather {part.name}'s input", gather_s)
+            lanes.then(_COMMUNICATION, f"gather {part.name}'s input", gather_s)
         lanes.then(COMPUTE, f"forward {part.name}", part.forward_s)
-        lanes.then(COMMUNICATION, f"sum {part.name}'s output", sum_s)
+        lanes.then(_COMMUNICATION, f"sum {part.name}'s output", sum_s)
     for part in reversed(parts):
         if gathers:
-            lanes.then(COMMUNICATION, f"gather {part.name}'s output gradient", gather_s)
+            lanes.then(_COMMUNICATION, f"gather {part.name}'s output gradient", gather_s)
         rows = lanes.then(COMPUTE, f"backward of {part.name}'s rows", part.backward_s - 2 * part.column_s)
         if run.layout.regather:
-            lanes.add(COMMUNICATION, f"gather {part.name}'s input again", gather_s, rows.stop_s)
+            lanes.add(_COMMUNICATION, f"gather {part.name}'s input again", gather_s, rows.stop_s)
         read_s = lanes.free_s()
         into = lanes.add(COMPUTE, f"{part.name}'s input gradient", part.column_s, 0.0 if overlap else read_s)
-        summed = lanes.add(COMMUNICATION, f"sum {part.name}'s input gradient", sum_s, into.stop_s)
+        summed = lanes.add(_COMMUNICATION, f"sum {part.name}'s input gradient", sum_s, into.stop_s)
         lanes.add(COMPUTE, f"{part.name}'s weight gradients", part.column_s, read_s if overlap else summed.stop_s)
     return lanes.spans
 
@@ -144,10 +144,10 @@ def ring_spans(
         for step, seconds in enumerate(passes):
             now_s = max(lanes.free_s(COMPUTE), arrived_s)
             if step < last:
-                arrived_s = lanes.add(COMMUNICATION, f"kv{step + 1}", hop_s, now_s).stop_s
+                arrived_s = lanes.add(_COMMUNICATION, f"kv{step + 1}", hop_s, now_s).stop_s
             done_s = lanes.add(COMPUTE, f"{name} {step}", seconds, now_s).stop_s
             if step and name == "backward":  # this step's share is added, and all goes on
-                lanes.add(COMMUNICATION, f"dkv{step}", grad_hop_s, done_s)
+                lanes.add(_COMMUNICATION, f"dkv{step}", grad_hop_s, done_s)
     return lanes.spans
 
 

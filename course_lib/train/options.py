@@ -50,7 +50,7 @@ class Options:
         return Logs(self.log_folder, self.peak_tflops, self.trace) if self.log_folder else None
 
 
-OF_CHECKPOINTS = ("every", "keep", "resume", "in_background")
+_OF_CHECKPOINTS = ("every", "keep", "resume", "in_background")
 
 
 @checked
@@ -68,8 +68,8 @@ def read(
     for name in ("checkpoint", "log_folder"):
         if getattr(options, name) == "":
             raise ValueError(f"{name} is ''; give a folder, or leave it out")
-    if not options.checkpoint and any(getattr(options, name) != getattr(Options, name) for name in OF_CHECKPOINTS):
-        raise ValueError(f"{', '.join(OF_CHECKPOINTS)} say more of checkpoints, and there are none; give checkpoint")
+    if not options.checkpoint and any(getattr(options, name) != getattr(Options, name) for name in _OF_CHECKPOINTS):
+        raise ValueError(f"{', '.join(_OF_CHECKPOINTS)} say more of checkpoints, and there are none; give checkpoint")
     if options.checkpoint:
         checkpoints = Checkpoints(
             options.checkpoint, options.every, options.keep, options.resume, options.in_background
@@ -136,7 +136,7 @@ def layout_for(text: str, batch_size: int | None, world_size: Size = 1) -> Layou
 
     Raises   ValueError if the layout's own numbers give another batch, or no micro_batches gives this one
     """
-    if is_auto := AUTO_DP in _parts(text):
+    if is_auto := _AUTO_DP in _parts(text):
         text = _with_dp(text, batch_size, world_size)
     if batch_size is None:
         return Layout.parse(text)
@@ -157,7 +157,7 @@ def layout_for(text: str, batch_size: int | None, world_size: Size = 1) -> Layou
     return layout
 
 
-AUTO_DP = "dp=auto"
+_AUTO_DP = "dp=auto"
 
 
 def _parts(text: str) -> list[str]:
@@ -181,7 +181,7 @@ def _with_dp(text: str, batch_size: int | None, world_size: int) -> str:
             f"layout {text} takes all ranks in groups of cp x tp x pp ({ranks}), but there {_are(world_size)}; start "
             f"{ranks} ranks or a multiple"
         )
-    return ",".join(f"dp={world_size // ranks}" if part == AUTO_DP else part for part in _parts(text))
+    return ",".join(f"dp={world_size // ranks}" if part == _AUTO_DP else part for part in _parts(text))
 
 
 def _ranks_for(text: str, batch_size: int) -> str:

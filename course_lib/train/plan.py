@@ -25,11 +25,11 @@ PRECISIONS = {
     "bf16-master-fp32-grads": ("bfloat16", "float32"),
     "fp64": ("float64", None),
 }
-SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
+_SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
-SHOWN_CHARS = 16  # of a text or a checksum in an error
-DECAYS = ("none", "cosine")
-FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
+_SHOWN_CHARS = 16  # of a text or a checksum in an error
+_DECAYS = ("none", "cosine")
+_FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TrainPlan(TrainSettings):
     spike_window: Size = 20  # of so many good steps
     spike_rollbacks: Count = 3  # the run ends with an error at the spike after these
     spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
-    decay: Literal[DECAYS] = "none"
+    decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
 
     def __post_init__(self):
@@ -111,7 +111,7 @@ def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     if plan.decay == "none":
         return plan.learning_rate
     done = (step - plan.warmup) / max(1, plan.steps - 1 - plan.warmup)
-    return plan.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
+    return plan.learning_rate * (_FINAL_SHARE + (1 - _FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> None:
@@ -156,7 +156,7 @@ def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where
     """
     if "model" not in saved:
         raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")
-    free = {"model.name", "compare_every", *SPIKE_FIELDS} | ({"steps"} if now["decay"] == "none" else set())
+    free = {"model.name", "compare_every", *_SPIKE_FIELDS} | ({"steps"} if now["decay"] == "none" else set())
     if different := _differences(saved, now, free):
         raise ValueError(
             f"{where} was made with {_told(different, 'now')}; give the same, or another folder for the checkpoints"
@@ -196,7 +196,7 @@ def _told(different: dict[str, tuple], other: str) -> str:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}...'"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...'"
 
 
 def _hint(different: dict[str, tuple]) -> str:

@@ -62,9 +62,9 @@ class StateCopy:
     def __init__(self, engine: five_d.FiveD, optimizer: Optimizer, steps_done: int):
         held = [holding.tensor for holding in [*parameters_of(engine), *buffers_of(engine)]]
         self.steps_done = steps_done
-        self.tensors = [(tensor, host_copy(tensor)) for tensor in held]
+        self.tensors = [(tensor, _host_copy(tensor)) for tensor in held]
         self.states = {
-            param: {key: host_copy(x) if isinstance(x, Tensor) else x for key, x in state.items()}
+            param: {key: _host_copy(x) if isinstance(x, Tensor) else x for key, x in state.items()}
             for param, state in optimizer.state.items()
         }
         self.options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -92,7 +92,7 @@ class StateCopy:
             sharded.share_update()
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 

@@ -32,8 +32,8 @@ from course_lib.span import COMPUTE, Span
 from course_lib.train.plan import Logs
 from course_lib.training import data, wait_for
 
-PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
-CLOCKED = (  # what is called, and the name of its span
+_PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
+_CLOCKED = (  # what is called, and the name of its span
     (Executor, "compute", lambda executor, one, came: str(one)),
     (of_engines, "update", "optimizer"),
     (data, "batch", "data"),
@@ -47,7 +47,7 @@ def clock_step(device: torch.device, in_parts: bool) -> Iterator[dict[str, float
     measured: dict[str, float] = {}
     with record_waits(on_gpu=in_parts and device.type == "cuda") as waits, ExitStack() as stack:
         spans = type(waits)()
-        for owner, name, label in CLOCKED if in_parts else ():
+        for owner, name, label in _CLOCKED if in_parts else ():
             stack.enter_context(replaced(owner, name, partial(spans.around, COMPUTE, label)))
         start, start_s = spans.now(), time.perf_counter()
         yield measured
@@ -61,7 +61,7 @@ def parts_of(spans: Sequence[Span], waits: Sequence[Span]) -> dict[str, float]:
     """Return the seconds of each of PARTS: of computing without the waits in it, and of all waits."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for span in spans:
-        seconds[PART_OF.get(span.name[0], f"{span.name}_s")] += own_seconds(span, waits)
+        seconds[_PART_OF.get(span.name[0], f"{span.name}_s")] += own_seconds(span, waits)
     seconds["communication_s"] = sum(wait.seconds for wait in waits)
     return seconds
 

@@ -31,8 +31,8 @@ import torch.distributed as dist
 HEARD = (signal.SIGTERM, signal.SIGUSR1)
 
 
-PARENT_S = 0.5  # how often a rank looks whether its engine is still there
-LOST_PARENT = 3  # the exit code of a rank whose engine has gone
+_PARENT_S = 0.5  # how often a rank looks whether its engine is still there
+_LOST_PARENT = 3  # the exit code of a rank whose engine has gone
 
 
 def end_with_parent() -> None:
@@ -40,9 +40,9 @@ def end_with_parent() -> None:
 
     def watch(parent: int) -> None:
         while os.getppid() == parent:
-            time.sleep(PARENT_S)
+            time.sleep(_PARENT_S)
         print("the process that started this rank has gone, and the rank ends", file=sys.stderr, flush=True)
-        os._exit(LOST_PARENT)
+        os._exit(_LOST_PARENT)
 
     threading.Thread(target=watch, args=(os.getppid(),), name="parent", daemon=True).start()
 

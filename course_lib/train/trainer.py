@@ -76,7 +76,7 @@ WAIT_FOR_RANK_0_S = 5.0  # an engine ends all ranks when the first one ends: ran
 
 Optimizer = torch.optim.Optimizer
 Say = Callable[[str], None]
-print_now = partial(print, flush=True)  # an engine reads a pipe: what is not flushed dies with a rank
+_print_now = partial(print, flush=True)  # an engine reads a pipe: what is not flushed dies with a rank
 
 
 class Refused(ValueError):
@@ -119,7 +119,7 @@ def train(
     plan: TrainPlan,
     checkpoints: Checkpoints | None = None,
     logs: Logs | None = None,
-    say: Say = print_now,
+    say: Say = _print_now,
     stop: Stop | None = None,
 ) -> RunRecord:
     """Trains the model on the standard library's text. Every rank of a world of the layout's size calls it.
@@ -143,7 +143,7 @@ def train(
     check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
-    with folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
+    with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
         return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
 
 
@@ -165,7 +165,7 @@ def run_steps(
         group = checkpoint.wait_for_earlier(engine)
         stop.listen()
         dist.barrier(group)  # else a signal to all could end a rank that is late, and with it the others in their step
-    say(start_text(engine, plan, first_step))
+    say(_start_text(engine, plan, first_step))
     if why_not := trace_problem(logs, first_step):
         say(why_not)
     guard = SpikeGuard(engine, optimizer, plan, checkpoints, about)
@@ -184,10 +184,10 @@ def run_steps(
         if log is not None:
             log.tell(**line_of(engine, plan, logs, step, numbers, seconds))
         if why := guard.find(numbers):
-            step = go_back(guard, step, why, numbers, log, say)
+            step = _go_back(guard, step, why, numbers, log, say)
             del losses[step - first_step :], step_s[step - first_step :]
             continue
-        check_finite(numbers, step)
+        _check_finite(numbers, step)
         step = done = step + 1
         if plan.compare_every and done % plan.compare_every == 0:
             compare_ranks(engine, done - 1, numbers, micro_batches)  # before it is saved
@@ -203,7 +203,7 @@ def run_steps(
     if stopped_by:
         say(stop_text(stopped_by, done, plan.steps, checkpoints.folder))
         dist.barrier(group)  # an engine may end all ranks when the first one ends
-    tokens_per_s = tokens_per_s_of(step_s, layout.sequences_per_step * plan.seq_len)
+    tokens_per_s = _tokens_per_s_of(step_s, layout.sequences_per_step * plan.seq_len)
     peak_bytes = peak_memory_bytes(device)
     return RunRecord(first_step, losses, step_s, tokens_per_s, peak_bytes, stopped_by, guard.skipped)
 
@@ -278,7 +278,7 @@ def line_of(
     }
 
 
-def go_back(
+def _go_back(
     guard: SpikeGuard, step: int, why: str, numbers: engines.StepNumbers, log: train_log.RunLog | None, say: Say
 ) -> int:
     """Roll back after a spike, say so and write it into the log; returns how many steps are done."""
@@ -294,7 +294,7 @@ def ignore(text: str) -> None:
     """What ranks other than the first say."""
 
 
-def check_finite(numbers: engines.StepNumbers, step: int) -> None:
+def _check_finite(numbers: engines.StepNumbers, step: int) -> None:
     loss = numbers.loss.item()
     if not math.isfinite(loss):
         raise FloatingPointError(
@@ -303,7 +303,7 @@ def check_finite(numbers: engines.StepNumbers, step: int) -> None:
         )
 
 
-def start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
+def _start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     """What rank 0 says first."""
     layout = engine.layout
     begins = f"goes on at step {first_step} from its checkpoint" if first_step else "starts anew"
@@ -313,7 +313,7 @@ def start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     )
 
 
-def tokens_per_s_of(step_s: Sequence[float], tokens_a_step: int) -> float:
+def _tokens_per_s_of(step_s: Sequence[float], tokens_a_step: int) -> float:
     warm_s = step_s[1:] or step_s  # the first step warms up
     return tokens_a_step / median(warm_s) if warm_s else 0.0
 
@@ -328,7 +328,7 @@ def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, s
 
 
 @contextmanager
-def folder_for(
+def _folder_for(
     engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, checkpoints: Checkpoints | None
 ) -> Iterator[None]:
     """Has the folder of checkpoints to this run. Raises Refused if it is another's, not writable or too full."""
@@ -351,12 +351,12 @@ def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints,
     Raises   Refused if it is torn, of another model, data or optimizer, or should not be there
     """
     with refusal():
-        path = together(dist.group.WORLD, lambda: look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
+        path = together(dist.group.WORLD, lambda: _look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
         restored = checkpoint.load(engine, optimizer, path) if path else None
         return (restored.step, restored.about) if restored else (0, {})
 
 
-def look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
+def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     """The last complete checkpoint, if this run may go on from it."""
     path = checkpoint.latest(checkpoints.folder)
     if path is None:
@@ -386,10 +386,10 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
         if place.engine in ("torchrun", "accelerate"):  # Slurm ends its tasks itself
             end_with_parent()
     except SystemExit as told:
-        return told.code if place.rank == 0 else wait_for_rank_0()
+        return told.code if place.rank == 0 else _wait_for_rank_0()
     except ValueError as error:
         return refuse(place, error)
-    say = print_now if place.rank == 0 else ignore
+    say = _print_now if place.rank == 0 else ignore
     say(f"{why}; started {'alone' if place.engine == 'alone' else f'by {place.engine}'}")
     if why.startswith("gloo") and (hint := restart_hint(os.environ)):
         say(hint)
@@ -409,12 +409,12 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
 def refuse(place: Place, error: Exception) -> int:
     """One line on stderr, from rank 0."""
     if place.rank > 0:
-        return wait_for_rank_0()
+        return _wait_for_rank_0()
     print(f"train: {error}", file=sys.stderr, flush=True)
     return 2
 
 
-def wait_for_rank_0() -> int:
+def _wait_for_rank_0() -> int:
     """An engine ends all ranks when one has ended, so the others wait until the first has said why."""
     time.sleep(WAIT_FOR_RANK_0_S)
     return 2

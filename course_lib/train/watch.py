@@ -16,10 +16,10 @@ from course_lib.train import log as train_log
 from course_lib.train.health import slowest_rank
 from course_lib.validate import Amount, Index, Positive, Size, checked
 
-OWN_PARTS = ("forward_s", "backward_s", "optimizer_s")  # what a rank does alone: step_clock.py
+_OWN_PARTS = ("forward_s", "backward_s", "optimizer_s")  # what a rank does alone: step_clock.py
 STATES = {"end": "ended", "error": "failed"}
-ENDED = (*STATES.values(), "gone")
-LAST_BYTES = 1 << 16  # of each file: more than a hundred steps
+_ENDED = (*STATES.values(), "gone")
+_LAST_BYTES = 1 << 16  # of each file: more than a hundred steps
 WORDS = {"failed": "", "gone": "the process is gone", "suspended": "the process is suspended"}
 SILENT_STEPS, SILENT_S = 20, 10.0  # a run that wrote nothing for so many of its steps, and so long, stands still
 
@@ -70,7 +70,7 @@ def read_run(folder: str | Path, whole: bool = True) -> dict[int, list[dict]]:
         raise ValueError(
             f"{folder} has no log/rank0.jsonl; give the folder of a run that was started with --log-folder"
         )
-    return {rank: train_log.read(files[rank], None if whole else LAST_BYTES) for rank in sorted(files)}
+    return {rank: train_log.read(files[rank], None if whole else _LAST_BYTES) for rank in sorted(files)}
 
 
 @checked
@@ -81,9 +81,9 @@ def look(folder: str | Path, window: Size = 20, now_s: Amount | None = None) -> 
     """
     now_s = time.time() if now_s is None else now_s
     lines = read_run(folder, whole=False)
-    ranks = [rank_now(rank, of_rank, window, now_s) for rank, of_rank in lines.items()]
+    ranks = [_rank_now(rank, of_rank, window, now_s) for rank, of_rank in lines.items()]
     own_s = [own_seconds(steps_of(of_rank)[-window:]) for of_rank in lines.values()]
-    return RunNow(ranks, verdict(ranks, own_s), all(one.state in ENDED for one in ranks))
+    return RunNow(ranks, verdict(ranks, own_s), all(one.state in _ENDED for one in ranks))
 
 
 def steps_of(lines: Sequence[dict]) -> list[dict]:
@@ -99,11 +99,11 @@ def steps_of(lines: Sequence[dict]) -> list[dict]:
 
 def own_seconds(steps: Sequence[dict]) -> list[float]:
     """The seconds of each step in which the rank computed; none where the log does not say."""
-    of_steps = ([line.get(part) for part in OWN_PARTS] for line in steps)
+    of_steps = ([line.get(part) for part in _OWN_PARTS] for line in steps)
     return [sum(seconds) for seconds in of_steps if None not in seconds]
 
 
-def rank_now(rank: Index, lines: Sequence[dict], window: Size, now_s: Amount) -> RankNow:
+def _rank_now(rank: Index, lines: Sequence[dict], window: Size, now_s: Amount) -> RankNow:
     """Return the row of one rank."""
     steps = steps_of(lines)[-window:]
     last, ends = (steps or [{}])[-1], (lines or [{}])[-1]

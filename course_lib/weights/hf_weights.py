@@ -16,8 +16,8 @@ from course_lib.model.moe import moe_layers
 from course_lib.shapes import of_transformers
 
 # Ours -> theirs. Inside a block the name follows the prefix of that block.
-LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-LLAMA_BLOCK = {
+_LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_LLAMA_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -31,7 +31,7 @@ LLAMA_BLOCK = {
     "mlp.down": "mlp.down_proj",
     "mlp.router": "block_sparse_moe.gate",
 }
-DEEPSEEK_BLOCK = LLAMA_BLOCK | {
+_DEEPSEEK_BLOCK = _LLAMA_BLOCK | {
     "attention.q_down": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.q_up": "self_attn.q_b_proj",
@@ -43,9 +43,9 @@ DEEPSEEK_BLOCK = LLAMA_BLOCK | {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}  # a matrix of one expert, as files have it
-GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
-GPT_BLOCK = {
+_MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}  # a matrix of one expert, as files have it
+_GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
+_GPT_BLOCK = {
     "attention_norm": "ln_1",
     "attention.q": "attn.c_attn",  # q, k and v side by side
     "attention.k": "attn.c_attn",
@@ -55,13 +55,13 @@ GPT_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-XLMR_TOP = {
+_XLMR_TOP = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
     "token_type": "embeddings.token_type_embeddings",
     "norm": "encoder.LayerNorm",
 }
-XLMR_BLOCK = {
+_XLMR_BLOCK = {
     "attention_norm": "attention.self_attn_layer_norm",
     "attention.q": "attention.self.query",
     "attention.k": "attention.self.key",
@@ -72,10 +72,10 @@ XLMR_BLOCK = {
     "mlp.down": "output.dense",
 }
 NAMES = {
-    "llama": (LLAMA_TOP, "model.layers", LLAMA_BLOCK),
-    "deepseek": (LLAMA_TOP, "model.layers", DEEPSEEK_BLOCK),
-    "gpt": (GPT_TOP, "transformer.h", GPT_BLOCK),
-    "xlmr": (XLMR_TOP, "encoder.layer", XLMR_BLOCK),
+    "llama": (_LLAMA_TOP, "model.layers", _LLAMA_BLOCK),
+    "deepseek": (_LLAMA_TOP, "model.layers", _DEEPSEEK_BLOCK),
+    "gpt": (_GPT_TOP, "transformer.h", _GPT_BLOCK),
+    "xlmr": (_XLMR_TOP, "encoder.layer", _XLMR_BLOCK),
 }
 
 
@@ -94,7 +94,7 @@ def name_in_transformers(name: str, naming: str) -> str:
             _, _, expert, matrix = inner.split(".")
             if naming == "deepseek":
                 return f"{prefix}.{index}.mlp.experts.{expert}.{matrix}_proj.{kind}"
-            return f"{prefix}.{index}.block_sparse_moe.experts.{expert}.{MIXTRAL_EXPERT[matrix]}.{kind}"
+            return f"{prefix}.{index}.block_sparse_moe.experts.{expert}.{_MIXTRAL_EXPERT[matrix]}.{kind}"
         return f"{prefix}.{index}.{block[inner]}.{kind}"
     return f"{top[module]}.{kind}"
 
@@ -130,7 +130,7 @@ def _joined_expert(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 LOADED = ("llama", "mistral", "qwen3", "mixtral", "deepseek_v3", "gpt2", "xlm-roberta-xl")  # whose tensors NAMES has
-NO_TENSOR = ("num_nextn_predict_layers",)  # of which transformers builds nothing
+_NO_TENSOR = ("num_nextn_predict_layers",)  # of which transformers builds nothing
 
 
 def config_from_transformers(hf_config) -> ModelConfig:
@@ -144,7 +144,7 @@ def config_from_transformers(hf_config) -> ModelConfig:
     if kind not in LOADED:
         raise ValueError(f"model_type is {kind!r}; this course has {', '.join(LOADED[:-1])} and {LOADED[-1]}")
     shape = of_transformers(fields, kind)
-    if differs := [sentence for key, sentence in shape.left_out.items() if key not in NO_TENSOR]:
+    if differs := [sentence for key, sentence in shape.left_out.items() if key not in _NO_TENSOR]:
         raise ValueError(f"{'; '.join(differs)}; weights of such a model cannot be read into this course's")
     return shape.config
 

@@ -39,7 +39,7 @@ from course_lib.weights.hf_weights import (
 )
 from course_lib.weights.tensor_files import FileTensor, TensorFiles
 
-NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry
+_NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry
 
 
 class Weights:
@@ -56,7 +56,7 @@ class Weights:
         meta = build(self.config, device="meta")
         self.shapes = {name: parameter.shape for name, parameter in meta.named_parameters()}
         used = {name_in_transformers(name, naming_of(self.config)) for name in self.shapes}
-        spare = {name for name in self.files if not name.endswith(NOT_WEIGHTS)} - used
+        spare = {name for name in self.files if not name.endswith(_NOT_WEIGHTS)} - used
         if self.config.tied:
             spare -= {"lm_head.weight"}
         if spare:

@@ -131,22 +131,22 @@ def parameters_of(engine: FiveD) -> list[Holding]:
         flats = engine.data_engines[number].flats if engine.layout.zero_stage else []
         for flat in flats:
             places = tuple(
-                place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params, strict=True)
+                _place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params, strict=True)
             )
-            copy = replica_of(engine, is_expert=flat.kind == "experts")
+            copy = _replica_of(engine, is_expert=flat.kind == "experts")
             held.append(Holding(flat.shard_p, places, flat.group.rank() * len(flat.shard_p), *copy))
             seen.update(flat.params)
         experts = my_experts(stage)
         for name, param in stage.named_parameters():
             if param not in seen:
                 group = engine.groups.expert_dp if param in experts else engine.groups.data
-                place = place_in(engine, cuts, name, param)
+                place = _place_in(engine, cuts, name, param)
                 held.append(Holding(param, (place,), 0, group.rank(), group.size()))
                 seen.add(param)
     return held
 
 
-def replica_of(engine: FiveD, is_expert: bool) -> tuple[int, int]:
+def _replica_of(engine: FiveD, is_expert: bool) -> tuple[int, int]:
     """Which replica of ZeRO's shards this rank has, of how many."""
     if engine.layout.dp_replicate == 1:
         return 0, 1
@@ -158,14 +158,14 @@ def buffers_of(engine: FiveD) -> list[Holding]:
     """What is counted beside the parameters and outlives a step: the biases that balance experts."""
     group, cuts = engine.groups.data, cuts_of(engine)
     return [
-        Holding(buffer, (place_in(engine, cuts, name, buffer),), 0, group.rank(), group.size())
+        Holding(buffer, (_place_in(engine, cuts, name, buffer),), 0, group.rank(), group.size())
         for stage in engine.stages.values()
         for name, buffer in stage.state_dict(keep_vars=True).items()
         if not isinstance(buffer, nn.Parameter)
     ]
 
 
-def place_in(engine: FiveD, cuts: dict[str, Cut], name: str, part: Tensor) -> Place:
+def _place_in(engine: FiveD, cuts: dict[str, Cut], name: str, part: Tensor) -> Place:
     """A tied head is a copy of the embedding: if that is on another rank, the other one writes."""
     if ".mlp.experts." in name and engine.layout.folded:  # whole on every rank that has it; the copies are counted
         return place_of(name, part.shape, None, 0)

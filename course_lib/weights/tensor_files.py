@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 Range = tuple[int, int]
 
@@ -98,12 +98,12 @@ class FileTensor:
 
         Raises   ValueError if they are not floating point of 16, 32 or 64 bits
         """
-        if self.stored_dtype not in FLOATS:
+        if self.stored_dtype not in _FLOATS:
             raise ValueError(
-                f"{self.name} in {self.file} is stored as {self.stored_dtype}; required: one of {', '.join(FLOATS)}. "
+                f"{self.name} in {self.file} is stored as {self.stored_dtype}; required: one of {', '.join(_FLOATS)}. "
                 "Quantised weights must be turned back into such numbers first"
             )
-        return FLOATS[self.stored_dtype]
+        return _FLOATS[self.stored_dtype]
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +189,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Rang
 
 def _files_of(folder: Path) -> dict[Path, set[str]]:
     """Each file of the folder's weights, with the names that the index promises of it."""
-    if folder.suffix in PICKLES:
+    if folder.suffix in _PICKLES:
         raise ValueError(_refusal([folder.name]))
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; required: one that holds {SINGLE} or {INDEX}")
@@ -198,7 +198,7 @@ def _files_of(folder: Path) -> dict[Path, set[str]]:
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: set()}
     found = sorted(path.name for path in folder.iterdir())
-    if pickles := [name for name in found if name.endswith(PICKLES)]:
+    if pickles := [name for name in found if name.endswith(_PICKLES)]:
         raise ValueError(_refusal(pickles))
     raise ValueError(
         f"{folder} holds neither {SINGLE} nor {INDEX}, but {found}; save the model with save_pretrained(folder)"

@@ -19,7 +19,7 @@ MOST_ROWS, MOST_TOKENS = 4, 256  # of a batch, of a sequence: a matter of second
 MOST_RANKS, MOST_MICRO_BATCHES = 4, 4  # ranks share this machine's cores; more micro-batches hold no more
 
 
-def compared_bars(rows: Sequence) -> Bars:
+def _compared_bars(rows: Sequence) -> Bars:
     """Return two bars for each row that is not empty: predicted and measured, with the error behind the second."""
     bars, notes = {}, {}
     for row in rows:
@@ -40,7 +40,7 @@ def measure_memory(**values) -> Shown:
     how = (values[name] for name in ("recipe", "optimizer", "attention", "recompute"))
     found = profile_step(small, *sizes, *how)
     peak = found.row("peak")
-    return [compared_bars(found.rows)], (
+    return [_compared_bars(found.rows)], (
         f"Measured in {found.seconds:.1f} s: {small.name} ({small.num_layers} layers of {small.d_model}, "
         f"{sizes[0]} x {sizes[1]} tokens). Peak {show_bytes(peak.measured_bytes, 'MB')} measured, "
         f"{show_bytes(peak.predicted_bytes, 'MB')} predicted: {error_text(peak.error_percent)}."
@@ -58,7 +58,7 @@ def measure_zero(**values) -> Shown:
     ranks, few = min(values["dp"], MOST_RANKS), min(values["micro_batches"], MOST_MICRO_BATCHES)
     how = {"zero_stage": values["zero_stage"], "recompute": values["recompute"], "micro_batches": few}
     found = measure_five_d(preset("toy"), Layout(dp=ranks, micro_batch=2, **how), 128, values["recipe"])
-    return [compared_bars(found.rows)], f"{found} A small stand-in for {values['model']} on {values['dp']:,} GPUs."
+    return [_compared_bars(found.rows)], f"{found} A small stand-in for {values['model']} on {values['dp']:,} GPUs."
 
 
 def measure_layout(**values) -> Shown:
@@ -68,4 +68,4 @@ def measure_layout(**values) -> Shown:
     """
     run = layout_run(values)
     found = measure_five_d(run.config, run.layout, values["seq_len"])
-    return [compared_bars(found.rows)], str(found)
+    return [_compared_bars(found.rows)], str(found)

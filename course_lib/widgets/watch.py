@@ -13,7 +13,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
 from course_lib.train.watch import RunNow, look, read_run, table
 from course_lib.validate import Positive, checked
 
-DPI = 160  # the page stretches the picture to its width
+_DPI = 160  # the page stretches the picture to its width
 
 
 class Watched(widgets.VBox):
@@ -31,14 +31,14 @@ class Watched(widgets.VBox):
 
 
 @checked
-def run_png(folder: str | Path, now: RunNow) -> bytes:
+def _run_png(folder: str | Path, now: RunNow) -> bytes:
     """The four pictures of a run as PNG."""
     rows = run_rows(read_run(folder))
     with style():
         figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, rows, now.verdict)
         buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=DPI)
+        figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
 
 
@@ -58,7 +58,7 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
         """Draw; whether there will be more to see."""
         try:
             now = look(folder)
-            image.value = run_png(folder, now)
+            image.value = _run_png(folder, now)
         except Exception as error:  # a callback's error is seen nowhere else
             image.layout.display = "none"
             text.value = f"<b>Not possible.</b> {escape(str(error))}"

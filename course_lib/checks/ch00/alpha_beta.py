@@ -28,7 +28,7 @@ def _ring_parts(payload_bytes, world_size, link, pieces=None):
     return steps * link.latency_s, steps * payload_bytes / (pieces or world_size) / link.bytes_per_s
 
 
-WRONG_CROSSOVER = {
+_WRONG_CROSSOVER = {
     "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
         lambda world_size, link: link.latency_s * link.bytes_per_s
     ),
@@ -48,7 +48,7 @@ WRONG_CROSSOVER = {
 check_crossover_bytes = Exercise(
     crossover_bytes,
     lambda rng: [(rng.choice([3, 4, 8, 16, 64, 512]), _random_link(rng)) for _ in range(20)],
-    WRONG_CROSSOVER,
+    _WRONG_CROSSOVER,
 )
 
 
@@ -57,7 +57,7 @@ def _doubling_s(payload_bytes, world_size, link):
     return math.log2(world_size) * (link.latency_s + payload_bytes / link.bytes_per_s)
 
 
-def faster_all_reduce(payload_bytes, world_size, link, pieces=None):
+def _faster_all_reduce(payload_bytes, world_size, link, pieces=None):
     """Ring or doubling, whichever the alpha-beta model calls faster."""
     ring_s = sum(_ring_parts(payload_bytes, world_size, link, pieces))
     return "ring" if ring_s < _doubling_s(payload_bytes, world_size, link) else "doubling"
@@ -80,22 +80,22 @@ def _in_words(*case) -> str:
     )
 
 
-WRONG_FASTER = {
+_WRONG_FASTER = {
     "the slower one each time: the comparison is the wrong way round": lambda *case: (
-        "doubling" if faster_all_reduce(*case) == "ring" else "ring"
+        "doubling" if _faster_all_reduce(*case) == "ring" else "ring"
     ),
     "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
     "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
         lambda *case: "doubling",
-        lambda *case: faster_all_reduce(*case, pieces=1),
+        lambda *case: _faster_all_reduce(*case, pieces=1),
     ],
     "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
-        faster_all_reduce(payload_bytes, size, _with_both_directions(link))
+        _faster_all_reduce(payload_bytes, size, _with_both_directions(link))
     ),
     "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
         lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"
     ),
 }
 check_faster_all_reduce = Exercise(
-    faster_all_reduce, _around_the_crossover, WRONG_FASTER, says={"the result": _in_words}
+    _faster_all_reduce, _around_the_crossover, _WRONG_FASTER, says={"the result": _in_words}
 )

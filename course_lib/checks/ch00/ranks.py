@@ -19,7 +19,7 @@ from course_lib.measure import ByteMeter
 from course_lib.minimal.ring import ring_all_reduce
 
 
-def one_each(rng: random.Random, world_size: int, length: int) -> Each:
+def _one_each(rng: random.Random, world_size: int, length: int) -> Each:
     """Return a tensor of whole numbers for every rank."""
     generator = fresh_generator(rng)
     return Each(
@@ -37,7 +37,7 @@ def swap(x: Tensor, to: int, source: int, group) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------ 1. unequal shares
-def mean_of_shares(losses_b, group):
+def _mean_of_shares(losses_b, group):
     """The mean over all samples of a group, from one all-reduce, also if a rank has no sample."""
     total, count = all_reduce(torch.stack([losses_b.sum(), losses_b.new_tensor(len(losses_b))]), group)
     return total / count
@@ -71,7 +71,7 @@ def _watch_mean(answer, samples_of_ranks, group, seed):
     return {"the mean": result, "arguments changed": not agree(given, losses_b), "calls": dict(meter.calls)}
 
 
-WRONG_MEAN = {
+_WRONG_MEAN = {
     "every rank counted alike, however many samples it has: this is the mean of the ranks' means": (
         lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
     ),
@@ -84,7 +84,7 @@ WRONG_MEAN = {
     ),
     "this is the mean of the rank's own samples; nothing was exchanged": lambda losses_b, group: losses_b.mean(),
     "the ranks' means were summed": lambda losses_b, group: all_reduce(losses_b.mean(), group),
-    "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: mean_of_shares(
+    "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: _mean_of_shares(
         losses_b, dist.group.WORLD
     ),
     "the result is nan; a rank without samples has no mean, but a sum (0) and a count (0)": _weighted_by_own_mean,
@@ -92,16 +92,16 @@ WRONG_MEAN = {
         all_reduce(losses_b.sum(), group) / all_reduce(losses_b.new_tensor(len(losses_b)), group)
     ),
 }
-SAYS_MEAN = {
+_SAYS_MEAN = {
     "calls": "one all_reduce is asked for; two numbers of every rank are enough, so nothing has to be gathered"
 }
 check_mean_of_unequal_shares = Exercise(
-    mean_of_shares, _shares, WRONG_MEAN, _watch_mean, SAYS_MEAN, right=_from_numbers, ranks=True
+    _mean_of_shares, _shares, _WRONG_MEAN, _watch_mean, _SAYS_MEAN, right=_from_numbers, ranks=True
 )
 
 
 # ------------------------------------------------------------------------------------ 2. a ring of unequal shards
-def ring_all_gather(x_shard, lengths, group, order=lambda shards, rank: shards, more=0):
+def _ring_all_gather(x_shard, lengths, group, order=lambda shards, rank: shards, more=0):
     """All shards on every rank, in rank order, sent around the ring; shards differ in length."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     shards = [x_shard.new_empty(length) for length in lengths]
@@ -127,7 +127,7 @@ def _turned_at_the_end(x_shard, lengths, group):
 
 
 def _buffer_as_long_as_mine(x_shard, lengths, group):
-    return ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
+    return _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
 
 
 def _padded_collective(x_shard, lengths, group):
@@ -164,37 +164,37 @@ def _watch_ring(answer, shards, lengths):
     return {"sent to others than its right neighbour": sorted(set(seen.pop("sent to")) - {right})} | seen
 
 
-WRONG_RING = {
+_WRONG_RING = {
     "the shards stand in the order in which they arrived; put each at its owner's place": (
-        lambda *given: ring_all_gather(
+        lambda *given: _ring_all_gather(
             *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
         )
     ),
     "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
-        lambda *given: ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
+        lambda *given: _ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
     ),
-    "the shards stand in rank order, but the last rank's first": lambda *given: ring_all_gather(
+    "the shards stand in rank order, but the last rank's first": lambda *given: _ring_all_gather(
         *given, order=lambda shards, rank: shards[::-1]
     ),
     "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
-        lambda *given: ring_all_gather(*given, more=1)
+        lambda *given: _ring_all_gather(*given, more=1)
     ),
     "its two ends disagree on its length": Stops(_buffer_as_long_as_mine),
     "only send and recv are allowed here": Stops(_padded_collective),
     "only to its right neighbour": Stops(_straight_to_everybody),
 }
-SAYS_RING = {
+_SAYS_RING = {
     "sent to others than its right neighbour": "in a ring a rank sends only to its right neighbour",
     "bytes sent": "pass on only the shard that came last",
 }
-HANG_RING = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
+_HANG_RING = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
 check_ring_all_gather = Exercise(
-    ring_all_gather, _unequal_shards, WRONG_RING, _watch_ring, SAYS_RING, right=_turned_at_the_end, ranks=HANG_RING
+    _ring_all_gather, _unequal_shards, _WRONG_RING, _watch_ring, _SAYS_RING, right=_turned_at_the_end, ranks=_HANG_RING
 )
 
 
 # ------------------------------------------------------------------------------------ 3. a tree
-def tree_broadcast(x, src, group, root=None):
+def _tree_broadcast(x, src, group, root=None):
     """The root's tensor on every rank, each rank receiving once, in ceil(log2 G) rounds, for any G and root."""
     src = src if root is None else root
     size, have_it = dist.get_world_size(group), 1
@@ -255,13 +255,13 @@ def _one_rank_is_told_twice(x, src, group):
 
 
 def _not_kept(x, src, group):
-    tree_broadcast(x, src, group)
+    _tree_broadcast(x, src, group)
     return x.clone()
 
 
 def _roots(rng: random.Random) -> list[tuple]:
     lengths = [(size, rng.randrange(1, 40)) for size in (3, 4, 5)]
-    return [(n, one_each(rng, n, length), src) for n, length in lengths for src in (rng.randrange(1, n), 0)]
+    return [(n, _one_each(rng, n, length), src) for n, length in lengths for src in (rng.randrange(1, n), 0)]
 
 
 def _watch_tree(answer, inputs, src):
@@ -281,8 +281,8 @@ def _watch_tree(answer, inputs, src):
     }
 
 
-WRONG_TREE = {
-    "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: tree_broadcast(x, src, group, 0),
+_WRONG_TREE = {
+    "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: _tree_broadcast(x, src, group, 0),
     "it still has its own tensor; nothing was received or kept": _not_kept,
     "it received more often than needed; send only to who has nothing": _one_rank_is_told_twice,
     "the root alone sends; ranks that have the tensor can send it too": _star,
@@ -291,16 +291,16 @@ WRONG_TREE = {
         lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
     ),
 }
-SAYS_TREE = {
+_SAYS_TREE = {
     "times that it received": "send only to who has nothing",
     "rounds": "some ranks that have the tensor wait while others send; in each round all of them should send",
 }
-HANG_TREE = (
+_HANG_TREE = (
     "A rank must receive before it passes on, and each send needs one recv on the other side. 3 and 5 are not powers "
     "of two: in the last round some ranks have nobody to send to."
 )
 check_tree_broadcast = Exercise(
-    tree_broadcast, _roots, WRONG_TREE, _watch_tree, SAYS_TREE, right=_from_the_farthest, ranks=HANG_TREE
+    _tree_broadcast, _roots, _WRONG_TREE, _watch_tree, _SAYS_TREE, right=_from_the_farthest, ranks=_HANG_TREE
 )
 
 
@@ -346,7 +346,7 @@ def _distances(rng: random.Random) -> list[tuple]:
     among_3 = [(1, small), (0, small), (-1, small), (3, small), (rng.randrange(4, 9), large)]
     among_3.append((-rng.randrange(4, 9), small))
     of_sizes = [(3, *case) for case in among_3] + [(4, 2, small), (4, 2, large)]
-    return [(size, one_each(rng, size, length), distance) for size, distance, length in of_sizes]
+    return [(size, _one_each(rng, size, length), distance) for size, distance, length in of_sizes]
 
 
 def _watch_shift(answer, inputs, distance):
@@ -354,7 +354,7 @@ def _watch_shift(answer, inputs, distance):
     return {what: value for what, value in seen.items() if what not in ("sent to", "collectives called")}
 
 
-WRONG_SHIFT = {
+_WRONG_SHIFT = {
     "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
         x, -distance, group
     ),
@@ -371,13 +371,13 @@ WRONG_SHIFT = {
         )
     ),
 }
-SAYS_SHIFT = {"bytes sent": "one message over the whole distance, and none where that is a whole turn"}
-HANG_SHIFT = (
+_SAYS_SHIFT = {"bytes sent": "one message over the whole distance, and none where that is a whole turn"}
+_HANG_SHIFT = (
     "If all ranks begin with send, nobody receives: messages must be under way in both directions at once. Over a "
     "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other."
 )
 check_shift = Exercise(
-    shift, _distances, WRONG_SHIFT, _watch_shift, SAYS_SHIFT, right=_cut_open_once, ranks=HANG_SHIFT, seconds=4.0
+    shift, _distances, _WRONG_SHIFT, _watch_shift, _SAYS_SHIFT, right=_cut_open_once, ranks=_HANG_SHIFT, seconds=4.0
 )
 
 
@@ -406,7 +406,7 @@ def _larger_first(x, group):
 
 def _powers_of_two(rng: random.Random) -> list[tuple]:
     length = rng.randrange(5, 30)
-    return [(size, one_each(rng, size, length)) for size in (2, 4)]
+    return [(size, _one_each(rng, size, length)) for size in (2, 4)]
 
 
 def _watch_doubling(answer, inputs):
@@ -416,7 +416,7 @@ def _watch_doubling(answer, inputs):
     return seen | {"messages sent and received": seen.pop("collectives called"), "bytes sent": sent}
 
 
-WRONG_DOUBLING = {
+_WRONG_DOUBLING = {
     "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
     "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
         x, group, running=False
@@ -428,15 +428,21 @@ WRONG_DOUBLING = {
     ),
     "few bytes but many steps are the ring; here each exchange carries the whole tensor": ring_all_reduce,
 }
-SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
-HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
+_SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
+_HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
 check_all_reduce_by_doubling = Exercise(
-    doubling, _powers_of_two, WRONG_DOUBLING, _watch_doubling, SAYS_DOUBLING, right=_larger_first, ranks=HANG_DOUBLING
+    doubling,
+    _powers_of_two,
+    _WRONG_DOUBLING,
+    _watch_doubling,
+    _SAYS_DOUBLING,
+    right=_larger_first,
+    ranks=_HANG_DOUBLING,
 )
 
 
 # ------------------------------------------------------------------------------------ 6. two levels
-def two_levels(x_P, node_group, cross_group):
+def _two_levels(x_P, node_group, cross_group):
     """The sum over all ranks, with 1 / (ranks of a node) of the tensor crossing between nodes."""
     return all_gather(all_reduce(reduce_scatter(x_P, node_group), cross_group), node_group)
 
@@ -471,7 +477,7 @@ def _watch_levels(answer, num_nodes, ranks_per_node, length, seed):
     }
 
 
-WRONG_LEVELS = {
+_WRONG_LEVELS = {
     "it called a collective over the whole world; use only node_group and cross_group": lambda x, node, cross: (
         all_reduce(x, dist.group.WORLD)
     ),
@@ -482,21 +488,21 @@ WRONG_LEVELS = {
     "one piece of the sum; at the end the node has to put its pieces together": lambda x, node, cross: all_reduce(
         reduce_scatter(x, node), cross
     ),
-    "averaged, not summed": lambda x, node, cross: two_levels(x, node, cross) / dist.get_world_size(),
+    "averaged, not summed": lambda x, node, cross: _two_levels(x, node, cross) / dist.get_world_size(),
     "each number was summed once more over the node: finished sums need only be copied": (
-        lambda x, node, cross: all_reduce(two_levels(x, node, cross), node)
+        lambda x, node, cross: all_reduce(_two_levels(x, node, cross), node)
     ),
     "all of the tensor crossed; reduce-scatter in the node first, then one piece is enough": (
         lambda x, node, cross: all_reduce(all_reduce(x, node), cross)
     ),
 }
-SAYS_LEVELS = {
+_SAYS_LEVELS = {
     "bytes sent over the whole world": "use only node_group and cross_group",
     "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
     "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
 }
 check_all_reduce_in_two_levels = Exercise(
-    two_levels, _nodes, WRONG_LEVELS, _watch_levels, SAYS_LEVELS, right=_with_lists, ranks=True
+    _two_levels, _nodes, _WRONG_LEVELS, _watch_levels, _SAYS_LEVELS, right=_with_lists, ranks=True
 )
 
 

@@ -30,7 +30,7 @@ def reference(x, group):
     return ring(x, group)
 
 
-def to_the_left_and_padded(x, group):
+def _to_the_left_and_padded(x, group):
     """Rows of a padded matrix, sent to the left; rank r ends phase 1 with row r + 1."""
     rank, size = group.rank(), group.size()
     rows = torch.nn.functional.pad(x, (0, -len(x) % size)).view(size, -1).clone()
@@ -66,7 +66,7 @@ def watch(answer, inputs):
     return seen | {"bytes sent": Cost(sent.value, max(0, padded - sent.value))}
 
 
-def with_own_piece(x, group):
+def _with_own_piece(x, group):
     total = ring(x, group)
     total.tensor_split(group.size())[group.rank()].copy_(x.tensor_split(group.size())[group.rank()])
     return total
@@ -85,7 +85,7 @@ def whole_tensors(x, group):
     return total
 
 
-def all_send_first(x, group):
+def _all_send_first(x, group):
     rank, size = group.rank(), group.size()
     send(x, (rank + 1) % size, group)
     return recv(x, (rank - 1) % size, group)
@@ -106,11 +106,11 @@ WRONG = {
     "in phase 1 what arrives was stored; it must be added to this rank's piece": wrong(store="what arrives"),
     "no piece was changed in phase 1: `a = a + b` makes a new tensor, `a += b` writes into the view": wrong(store=None),
     "this is what phase 1 leaves, one finished piece; in phase 2 finished pieces go around": wrong(steps=(1, 0)),
-    "its own piece is not the sum: phase 1 finishes it in its last step, G - 2": with_own_piece,
+    "its own piece is not the sum: phase 1 finishes it in its last step, G - 2": _with_own_piece,
     "the last elements are not summed; the length does not divide by G, so pad or split": without_the_rest,
     "stop after G - 1 steps of each phase": wrong(steps=(1, 2)),
     "cut the tensor into G pieces, and send one a step": whole_tensors,
-    "nobody receives": Stops(all_send_first),
+    "nobody receives": Stops(_all_send_first),
     "sends only to its neighbours": Stops(all_reduce_through_rank_0),
     "only send and recv": Stops(lambda x, group: all_reduce(x, group)),
     "arguments changed": Stops(lambda x, group: x.copy_(ring(x, group))),
@@ -124,5 +124,5 @@ HANG = (
     "If all ranks begin with send, nobody receives: let both messages start at once, or let one rank begin with recv."
 )
 check_ring_all_reduce = Exercise(
-    reference, inputs, WRONG, watch, SAYS, right=to_the_left_and_padded, ranks=HANG, seconds=4.0
+    reference, inputs, WRONG, watch, SAYS, right=_to_the_left_and_padded, ranks=HANG, seconds=4.0
 )

@@ -10,7 +10,7 @@ from course_lib.memory.budget import budget
 
 
 # ------------------------------------------------------------------------------------ 5. the largest micro-batch
-def largest_micro_batch(config, seq_len, recipe, memory_bytes, needed="total_bytes"):
+def _largest_micro_batch(config, seq_len, recipe, memory_bytes, needed="total_bytes"):
     """The largest micro-batch whose whole budget fits, 0 where not even one sequence does."""
     batch = 0
     while getattr(budget(config, batch + 1, seq_len, recipe), needed) <= memory_bytes and batch < 10_000:
@@ -40,25 +40,25 @@ def _without_logits(config, seq_len, recipe, memory_bytes):
     return max(0, (memory_bytes - one.states_bytes - sum(one.overheads.values())) // one.activations)
 
 
-WRONG_LARGEST = {
+_WRONG_LARGEST = {
     "as if everything grew with the batch: parameters, gradients and optimizer states are there once": (
         lambda *case: case[-1] // budget(case[0], 1, *case[1:3]).total_bytes
     ),
-    "one too many: it is the first that does not fit": lambda *case: largest_micro_batch(*case) + 1,
-    "one sequence too few: what fits exactly does fit": lambda *case: max(0, largest_micro_batch(*case) - 1),
+    "one too many: it is the first that does not fit": lambda *case: _largest_micro_batch(*case) + 1,
+    "one sequence too few: what fits exactly does fit": lambda *case: max(0, _largest_micro_batch(*case) - 1),
     "at least 1 is returned, also where the states alone do not fit; return 0 there": lambda *case: max(
-        1, largest_micro_batch(*case)
+        1, _largest_micro_batch(*case)
     ),
-    "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: largest_micro_batch(
-        *case, needed="peak_bytes"
+    "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: (
+        _largest_micro_batch(*case, needed="peak_bytes")
     ),
     "the whole memory is given to activations: the states lie there too": _without_states,
     "logits and temporary bytes grow with the batch as well": _without_logits,
     "only powers of two are tried": lambda *case: (
-        2 ** int(math.log2(largest_micro_batch(*case))) if largest_micro_batch(*case) else 0
+        2 ** int(math.log2(_largest_micro_batch(*case))) if _largest_micro_batch(*case) else 0
     ),
 }
-check_largest_micro_batch = Exercise(largest_micro_batch, _memories, WRONG_LARGEST)
+check_largest_micro_batch = Exercise(_largest_micro_batch, _memories, _WRONG_LARGEST)
 
 
 # ------------------------------------------------------------------------------------ 6. first fit
@@ -123,7 +123,7 @@ def _best(free_blocks):
     return min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))
 
 
-WRONG_FAILURE = {
+_WRONG_FAILURE = {
     "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
     "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
         lambda *case: first_failure(*case, merge=False)
@@ -134,5 +134,5 @@ WRONG_FAILURE = {
     "this takes the highest address; first fit takes the lowest": lambda *case: first_failure(*case, choose=max),
     "return the number of the event and the free bytes in all": lambda *case: (first_failure(*case) or [None])[0],
 }
-SAYS_FAILURE = {"the result": lambda events, capacity: f"{events} in {capacity} bytes"}
-check_first_failure = Exercise(first_failure, _events, WRONG_FAILURE, says=SAYS_FAILURE)
+_SAYS_FAILURE = {"the result": lambda events, capacity: f"{events} in {capacity} bytes"}
+check_first_failure = Exercise(first_failure, _events, _WRONG_FAILURE, says=_SAYS_FAILURE)

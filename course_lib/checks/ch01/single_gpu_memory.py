@@ -28,7 +28,7 @@ def random_llama(rng: random.Random, tied: bool) -> ModelConfig:
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
-def share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, flops_of=flops_per_token):
+def _share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, flops_of=flops_per_token):
     """The FLOPs of linear layers and of attention, over the peak of all GPUs."""
     return flops_of(config, seq_len) * tokens_per_s / (num_gpus * peak_flops_per_s)
 
@@ -50,7 +50,7 @@ def _with_flops(per_weight=6, attention=3.0, times=1.0, table=0) -> Callable:
         weights = matmul_parameters(config) + table * config.vocab_size * config.d_model
         return times * (per_weight * weights + attention * attention_flops_per_token(config, seq_len))
 
-    return lambda *case: share_of_peak(*case, flops_of)
+    return lambda *case: _share_of_peak(*case, flops_of)
 
 
 WRONG_MFU = {
@@ -64,13 +64,13 @@ WRONG_MFU = {
     "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(times=4 / 3),
     "these are the FLOPs of forward; backward costs twice as many again": _with_flops(times=1 / 3),
     "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
-        share_of_peak(config, seq_len, speed, 1, peak)
+        _share_of_peak(config, seq_len, speed, 1, peak)
     ),
     "return a share, not percent": _with_flops(times=100),
-    "return one number": Stops(lambda *case: f"{share_of_peak(*case):.1%}"),
+    "return one number": Stops(lambda *case: f"{_share_of_peak(*case):.1%}"),
 }
-SAYS_MFU = {"the result": "return one number, a share between 0 and 1"}
-check_mfu = Exercise(share_of_peak, _logs, WRONG_MFU, says=SAYS_MFU)
+_SAYS_MFU = {"the result": "return one number, a share between 0 and 1"}
+check_mfu = Exercise(_share_of_peak, _logs, WRONG_MFU, says=_SAYS_MFU)
 
 
 # ------------------------------------------------------------------------------------ 2. states
@@ -94,7 +94,7 @@ def _watch_states(answer, config, recipe):
 
 
 wrong = partial(partial, state_bytes)
-WRONG_STATES = {
+_WRONG_STATES = {
     "a frozen parameter has no gradient and no optimizer state": wrong(gradients="all", optimizer="all"),
     "a frozen parameter is still there: forward needs it": wrong(resident="trained"),
     "the optimizer's part lacks the FP32 master parameters": wrong(masters=False),
@@ -104,7 +104,7 @@ WRONG_STATES = {
     "frozen parameters have no gradient, and no optimizer state either": wrong(optimizer="all"),
     "return three numbers": Stops(lambda model, recipe: sum(state_bytes(model, recipe))),
 }
-SAYS_STATES = {
+_SAYS_STATES = {
     "what you return, with the embedding and the first block frozen,": (
         "return three numbers: bytes of parameters, gradients, optimizer states"
     )
@@ -115,9 +115,9 @@ check_state_bytes = Exercise(
         (random_llama(rng, tied=True), name)
         for name in rng.sample([name for name, recipe in RECIPES.items() if recipe.master_bytes], 3)
     ],
-    WRONG_STATES,
+    _WRONG_STATES,
     _watch_states,
-    SAYS_STATES,
+    _SAYS_STATES,
 )
 
 
@@ -125,7 +125,7 @@ check_state_bytes = Exercise(
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
-def measured_on_an_mlp(kind, tokens, d_model, d_ff, itemsize):
+def _measured_on_an_mlp(kind, tokens, d_model, d_ff, itemsize):
     """Bytes that a real MLP keeps for backward, without its parameters."""
     middle = nn.ReLU() if kind == "relu" else nn.GELU()
     mlp = nn.Sequential(nn.Linear(d_model, d_ff, bias=False), middle, nn.Linear(d_ff, d_model, bias=False))
@@ -152,7 +152,7 @@ def _mlps(rng: random.Random) -> list[tuple]:
 
 
 wrong = partial(partial, mlp_bytes)
-WRONG_MLP = {
+_WRONG_MLP = {
     "relu needs no input in backward: its output says where it was above 0, and down keeps that anyway": wrong(relu=2),
     "SwiGLU keeps four wide tensors: silu's input, both factors of the product, and the input of down": wrong(swiglu=3),
     "the MLP's own input is missing: gate and up keep it": wrong(narrow=0),
@@ -164,7 +164,7 @@ WRONG_MLP = {
     "these are numbers, not bytes": lambda *case: mlp_bytes(*case[:-1], 1),
     "every number is counted with 4 bytes, also in BF16": lambda *case: mlp_bytes(*case[:-1], 4),
 }
-check_mlp_kept_bytes = Exercise(measured_on_an_mlp, _mlps, WRONG_MLP)
+check_mlp_kept_bytes = Exercise(_measured_on_an_mlp, _mlps, _WRONG_MLP)
 
 
 # ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
@@ -223,7 +223,7 @@ def _activations(rng: random.Random) -> list[tuple]:
     return [tuple(numbers(rng, *shape) for _ in range(3))]
 
 
-WRONG_SWIGLU = {
+_WRONG_SWIGLU = {
     "this is sigmoid(gate) * up": lambda gate, up: gate.sigmoid() * up,
     "between your inputs and your output the graph is cut": lambda gate, up: F.silu(gate.detach()) * up.detach(),
     "this is the gradient of up: return them in the order of forward's inputs": _function(
@@ -238,8 +238,8 @@ WRONG_SWIGLU = {
     "use ctx.save_for_backward for gate and up, not ctx itself": _function(on_ctx=True),
     "gate and up are enough: compute the others again in backward": lambda gate, up: F.silu(gate) * up,
 }
-SAYS_SWIGLU = {
+_SAYS_SWIGLU = {
     "gate and up got a gradient": "backward returns one for each input of forward",
     "tensors that autograd keeps": "keep gate and up, and compute the others again in backward",
 }
-check_swiglu = Exercise(_function(), _activations, WRONG_SWIGLU, _watch_swiglu, SAYS_SWIGLU, right=_checkpointed)
+check_swiglu = Exercise(_function(), _activations, _WRONG_SWIGLU, _watch_swiglu, _SAYS_SWIGLU, right=_checkpointed)

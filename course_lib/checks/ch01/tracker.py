@@ -13,7 +13,7 @@ from course_lib.minimal.memory import Tracker
 from course_lib.model import build
 from course_lib.training import loss_of
 
-MANY = 40  # storages, so that some lie where others were
+_MANY = 40  # storages, so that some lie where others were
 
 
 def _watch(tracker_type, size, config, shape, seed):
@@ -73,9 +73,9 @@ def _releases(tracker_type, size):
 def _again(tracker_type, size):
     """A new storage often lies where an old one was."""
     with tracker_type([]) as tracker:
-        freed = [torch.ones(size) for _ in range(MANY)]
+        freed = [torch.ones(size) for _ in range(_MANY)]
         del freed
-        kept = [torch.ones(size) for _ in range(MANY)]
+        kept = [torch.ones(size) for _ in range(_MANY)]
         seen = {"now_bytes where others were freed": tracker.now_bytes}
     del kept
     return seen

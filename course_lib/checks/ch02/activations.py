@@ -144,7 +144,7 @@ def _watch_block(answer, seed, draws, width, x, grad):
 
 
 wrong = partial(partial, recompute)
-WRONG_TWICE = {
+_WRONG_TWICE = {
     "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
     "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
     "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
@@ -164,12 +164,12 @@ WRONG_TWICE = {
     "changes; put back the state that backward found": wrong(how="leaves the generator"),
     "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
 }
-SAYS_TWICE = {
+_SAYS_TWICE = {
     "times that the block ran": "once in forward and once more in backward is right",
     "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
 }
 check_recompute = Exercise(
-    recompute, _inputs_of_a_block, WRONG_TWICE, _watch_block, SAYS_TWICE, right=_hooks_of_saved_tensors
+    recompute, _inputs_of_a_block, _WRONG_TWICE, _watch_block, _SAYS_TWICE, right=_hooks_of_saved_tensors
 )
 
 
@@ -187,7 +187,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def windowed_attention(q, k, v, window, block, wrong=""):
+def _windowed_attention(q, k, v, window, block, wrong=""):
     """Causal attention with a window and grouped heads, over blocks; the diagonal first, so that every row sees a key.
 
     wrong   what is not right
@@ -271,8 +271,8 @@ def _watch_attention(answer, q, k, v, window, block):
     }
 
 
-_windowed = partial(partial, windowed_attention)
-WRONG_WINDOW = {
+_windowed = partial(partial, _windowed_attention)
+_WRONG_WINDOW = {
     "the window is one key too wide: a query sees itself and window - 1 keys before it": _windowed(wrong="one more"),
     "there is no window: a query sees the last `window` keys only, itself included": _windowed(wrong="no window"),
     "query head n reads key/value head n // (N / K), and yours n % K": _windowed(wrong="heads"),
@@ -286,13 +286,13 @@ WRONG_WINDOW = {
     "the logarithm of the sum relative to the maximum: add the maximum": _windowed(wrong="relative"),
     "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
     "leave out blocks behind the window and after the diagonal": _windowed(wrong="all blocks"),
-    "return two tensors": Stops(lambda *given: windowed_attention(*given)[0]),
+    "return two tensors": Stops(lambda *given: _windowed_attention(*given)[0]),
 }
-SAYS_WINDOW = {
+_SAYS_WINDOW = {
     "the log-sum-exp": "return two tensors: the output and the log-sum-exp of each row",
     "bytes of the largest tensor": "no tensor may be larger than both the queries and the scores of one block",
     "FLOPs of the products": "leave out blocks behind the window and after the diagonal",
 }
 check_windowed_attention = Exercise(
-    windowed_attention, _windows, WRONG_WINDOW, _watch_attention, SAYS_WINDOW, right=_merges_finished_blocks
+    _windowed_attention, _windows, _WRONG_WINDOW, _watch_attention, _SAYS_WINDOW, right=_merges_finished_blocks
 )

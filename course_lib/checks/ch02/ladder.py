@@ -13,7 +13,7 @@ from course_lib.memory.states import LoRA
 
 
 # ------------------------------------------------------------------------------------ 5. LoRA
-def merged_weight(weight, lora_a, lora_b, alpha, over=None):
+def _merged_weight(weight, lora_a, lora_b, alpha, over=None):
     """The weight with the adapter added in; the frozen weight itself stays as it was."""
     return weight + alpha / (len(lora_a) if over is None else over) * (lora_b @ lora_a)
 
@@ -24,19 +24,19 @@ def _adapters(rng: random.Random) -> list[tuple]:
     return [(*(numbers(rng, *shape) for shape in shapes), float(rng.randrange(8, 12)))]  # alpha is unlike d_out
 
 
-WRONG_MERGED = {
-    "alpha was not divided by the rank": lambda *given: merged_weight(*given, over=1),
-    "alpha was divided by d_in, the width; divide it by the rank": lambda weight, *given: merged_weight(
+_WRONG_MERGED = {
+    "alpha was not divided by the rank": lambda *given: _merged_weight(*given, over=1),
+    "alpha was divided by d_in, the width; divide it by the rank": lambda weight, *given: _merged_weight(
         weight, *given, over=weight.shape[1]
     ),
-    "the product was not scaled by alpha / rank": lambda *given: merged_weight(*given, over=given[-1]),
-    "the product is transposed: it is B A": lambda weight, *given: merged_weight(weight.t(), *given).t(),
-    "the adapter alone: the frozen weight is missing": lambda weight, *given: merged_weight(0 * weight, *given),
+    "the product was not scaled by alpha / rank": lambda *given: _merged_weight(*given, over=given[-1]),
+    "the product is transposed: it is B A": lambda weight, *given: _merged_weight(weight.t(), *given).t(),
+    "the adapter alone: the frozen weight is missing": lambda weight, *given: _merged_weight(0 * weight, *given),
     "your function changed the frozen weight; return a new tensor, so that the adapter can still be taken off": (
-        lambda weight, *given: weight.copy_(merged_weight(weight, *given))
+        lambda weight, *given: weight.copy_(_merged_weight(weight, *given))
     ),
 }
-check_merged_weight = Exercise(merged_weight, _adapters, WRONG_MERGED)
+check_merged_weight = Exercise(_merged_weight, _adapters, _WRONG_MERGED)
 
 
 def lora_bytes(shapes, targets, rank, frozen=2, trained=16):
@@ -58,7 +58,7 @@ def _of_adapters(count: Callable[[int, int], int]) -> Callable:
     )
 
 
-WRONG_LORA = {
+_WRONG_LORA = {
     "the frozen weights are missing: they stay resident, 2 bytes each": lambda *case: lora_bytes(*case, frozen=0),
     "every weight was counted as trained": lambda *case: lora_bytes(*case, frozen=16),
     "frozen weights have no gradients": lambda *case: lora_bytes(*case, frozen=4),
@@ -75,7 +75,7 @@ WRONG_LORA = {
         lora_bytes(shapes, targets, rank) - lora_bytes({name: shapes[name] for name in targets}, (), rank)
     ),
 }
-check_lora_bytes = Exercise(lora_bytes, _matrices, WRONG_LORA, says={"the result": "count what each weight keeps"})
+check_lora_bytes = Exercise(lora_bytes, _matrices, _WRONG_LORA, says={"the result": "count what each weight keeps"})
 
 
 # ------------------------------------------------------------------------------------ 6. utilisation
@@ -113,7 +113,7 @@ check_utilisation = Exercise(utilisation, _runs, WRONG_MFU, says={"the result": 
 
 
 # ------------------------------------------------------------------------------------ 7. the ladder
-LADDER = (
+_LADDER = (
     ("float32, standard attention", {"recipe": "fp32", "attention": "standard"}),
     ("bf16 with FP32 master weights", {"recipe": "bf16-master"}),
     ("fused attention", {"attention": "fused"}),
@@ -132,7 +132,7 @@ def _steps(config, batch_size, seq_len, ladder_steps, before=None, divided=True)
         yield name, budget(config, rows, seq_len, **options).total_bytes
 
 
-def first_fit(config, batch_size, seq_len, ladder_steps, limit, **how):
+def _first_fit(config, batch_size, seq_len, ladder_steps, limit, **how):
     """The first step of a ladder that fits, each with all measures above it."""
     steps = _steps(config, batch_size, seq_len, ladder_steps, **how)
     return next((name for name, needed in steps if needed <= limit), None)
@@ -141,20 +141,20 @@ def first_fit(config, batch_size, seq_len, ladder_steps, limit, **how):
 def _limits(rng: random.Random) -> list[tuple]:
     """Too little for all, to the byte enough for each step, more than enough for the first."""
     config = replace(preset("llama-3.2-1b"), num_layers=rng.randrange(12, 20))
-    setting = config, 4, rng.choice([2048, 3072, 4096]), LADDER
+    setting = config, 4, rng.choice([2048, 3072, 4096]), _LADDER
     totals = [needed for _, needed in _steps(*setting)]
     limits = [totals[-1] - rng.randrange(1, 10**6), *reversed(totals), totals[0] + rng.randrange(1, 10**6)]
     return [(*setting, limit) for limit in limits]
 
 
-WRONG_LADDER = {
-    "each step was tried alone; it adds to the steps above it": lambda *case: first_fit(*case, before=LADDER[0][1]),
-    "the changes of the steps above were not kept": lambda *case: first_fit(*case, before={}),
-    "a micro-batch has batch_size // micro_batches rows": lambda *case: first_fit(*case, divided=False),
+_WRONG_LADDER = {
+    "each step was tried alone; it adds to the steps above it": lambda *case: _first_fit(*case, before=_LADDER[0][1]),
+    "the changes of the steps above were not kept": lambda *case: _first_fit(*case, before={}),
+    "a micro-batch has batch_size // micro_batches rows": lambda *case: _first_fit(*case, divided=False),
     "the last step that fits costs most; the first is asked for": lambda *case: next(
         (name for name, needed in reversed(list(_steps(*case[:-1]))) if needed <= case[-1]), None
     ),
-    "what needs exactly the limit fits": lambda *case: first_fit(*case[:-1], case[-1] - 1),
-    "where no step fits, return None": lambda *case: first_fit(*case) or LADDER[-1][0],
+    "what needs exactly the limit fits": lambda *case: _first_fit(*case[:-1], case[-1] - 1),
+    "where no step fits, return None": lambda *case: _first_fit(*case) or _LADDER[-1][0],
 }
-check_first_fit = Exercise(first_fit, _limits, WRONG_LADDER)
+check_first_fit = Exercise(_first_fit, _limits, _WRONG_LADDER)

@@ -13,7 +13,7 @@ from course_lib.checks.core import fresh_generator, fresh_seed, numbers
 from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise
 
-NO_TARGET = -100
+_NO_TARGET = -100
 
 
 # ------------------------------------------------------------------------------------ 1. accumulation
@@ -31,7 +31,7 @@ class _Tiny(nn.Module):
 
 
 def _count(parts):
-    return sum(int((y_BS != NO_TARGET).sum()) for _, y_BS in parts)
+    return sum(int((y_BS != _NO_TARGET).sum()) for _, y_BS in parts)
 
 
 def accumulate(model, parts, share=lambda part, parts, loss: loss / _count(parts), start=lambda model: None):
@@ -60,7 +60,7 @@ def _one_backward(model, parts):
 def _all_at_once(model, parts):
     longest = max(x_BS.shape[1] for x_BS, _ in parts)
     x_BS = torch.cat([F.pad(x_BS, (0, longest - x_BS.shape[1])) for x_BS, _ in parts])
-    y_BS = torch.cat([F.pad(y_BS, (0, longest - y_BS.shape[1]), value=NO_TARGET) for _, y_BS in parts])
+    y_BS = torch.cat([F.pad(y_BS, (0, longest - y_BS.shape[1]), value=_NO_TARGET) for _, y_BS in parts])
     F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()).backward()
 
 
@@ -72,7 +72,7 @@ def _micro_batches(rng: random.Random) -> list[tuple]:
         for rows, targets in zip(rng.sample([2, 3, 4, 5], 4), counted, strict=True):
             draw, shape = fresh_generator(rng), (rows, rng.randrange(5, 8))
             x_BS, y_BS = (torch.randint(11, shape, generator=draw) for _ in range(2))
-            y_BS.view(-1)[torch.randperm(y_BS.numel(), generator=draw)[targets:]] = NO_TARGET
+            y_BS.view(-1)[torch.randperm(y_BS.numel(), generator=draw)[targets:]] = _NO_TARGET
             parts.append((x_BS, y_BS))
         cases.append((fresh_seed(rng), parts))
     return cases
@@ -112,7 +112,7 @@ check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumu
 
 
 # ------------------------------------------------------------------------------------ 2. loss scaling
-def scaled_step(
+def _scaled_step(
     gradients, scale, good_steps, interval, update, finite=lambda g: g.isfinite().all(), divide=True, skipped=None
 ):
     """Unscale, step or skip, and the next scale."""
@@ -126,7 +126,7 @@ def scaled_step(
 
 
 def _looks_at_the_first(gradients, *given):
-    return scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
+    return _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
 
 
 def _scaled_gradients(rng: random.Random) -> list[tuple]:
@@ -151,9 +151,9 @@ def _watch_step(answer, gradients, *args):
     }
 
 
-wrong = partial(partial, scaled_step)
+wrong = partial(partial, _scaled_step)
 WRONG_STEP = {
-    "update() ran 0 times although all gradients were finite; once is right": lambda *given: scaled_step(
+    "update() ran 0 times although all gradients were finite; once is right": lambda *given: _scaled_step(
         *given[:-1], lambda: None
     ),
     "the update ran although a gradient of the last tensor is inf: that step must be left out": _looks_at_the_first,
@@ -165,19 +165,19 @@ WRONG_STEP = {
     "this step was not a good one": wrong(skipped=lambda scale, good: (scale / 2, good + 1)),
     "the scale was too large, so halve it": wrong(skipped=lambda scale, good: (scale, 0)),
     "the scale was too large, and it was doubled": wrong(skipped=lambda scale, good: (scale * 2, 0)),
-    "the scale never grows": lambda gradients, scale, good_steps, interval, update: scaled_step(
+    "the scale never grows": lambda gradients, scale, good_steps, interval, update: _scaled_step(
         gradients, scale, good_steps, 10**9, update
     ),
     "count the next row of good steps from 0": lambda gradients, scale, good_steps, interval, update: (
-        scaled_step(gradients, scale, good_steps, 10**9, update)[0] * (2 if good_steps + 1 == interval else 1),
+        _scaled_step(gradients, scale, good_steps, 10**9, update)[0] * (2 if good_steps + 1 == interval else 1),
         good_steps + 1,
     ),
 }
-SAYS_STEP = {
+_SAYS_STEP = {
     "times that update() ran": "a step with a gradient that is not finite must be left out",
     "(scale, good_steps)": "return the next scale and the next count of good steps, two numbers",
 }
-check_scaled_step = Exercise(scaled_step, _scaled_gradients, WRONG_STEP, _watch_step, SAYS_STEP)
+check_scaled_step = Exercise(_scaled_step, _scaled_gradients, WRONG_STEP, _watch_step, _SAYS_STEP)
 
 
 # ------------------------------------------------------------------------------------ 3. two halves of a softmax
@@ -233,5 +233,5 @@ WRONG_MERGE = {
         lambda a, la, b, lb: merge(a, la, b, lb)[0] + 0 * lb
     ),
 }
-SAYS_MERGE = {"the log-sum-exp": "return two tensors: the output and the log-sum-exp of both halves together"}
-check_merge = Exercise(merge, _halves, WRONG_MERGE, _watch_merged, SAYS_MERGE)
+_SAYS_MERGE = {"the log-sum-exp": "return two tensors: the output and the log-sum-exp of both halves together"}
+check_merge = Exercise(merge, _halves, WRONG_MERGE, _watch_merged, _SAYS_MERGE)

@@ -42,7 +42,7 @@ def _watch_accumulation(answer, *case):
     return {"refused": False, "the ValueError has a text": True, "the number": number, "it is an int": is_whole}
 
 
-WRONG_BATCH = {
+_WRONG_BATCH = {
     "the batch is counted in tokens; a sequence has seq_len of them": lambda tokens, seq_len, micro, dp: _whole(
         tokens, micro * dp
     ),
@@ -58,15 +58,15 @@ WRONG_BATCH = {
     ),
     "return a whole number (int), as `//` gives": lambda *case: float(accumulation(*case)),
 }
-SAYS_BATCH = {
+_SAYS_BATCH = {
     "refused": "raise ValueError where it does not come out whole, and only there",
     "it is an int": "return a whole number (int), as `//` gives",
 }
-check_accumulation = Exercise(accumulation, _batches, WRONG_BATCH, _watch_accumulation, SAYS_BATCH)
+check_accumulation = Exercise(accumulation, _batches, _WRONG_BATCH, _watch_accumulation, _SAYS_BATCH)
 
 
 # ------------------------------------------------------------------------------------ 2. unequal numbers of tokens
-def average_by_tokens(grad_P, num_tokens, group):
+def _average_by_tokens(grad_P, num_tokens, group):
     """The gradient of the mean over all tokens, from ranks with unequal numbers of tokens, one of them with none."""
     return all_reduce(grad_P * num_tokens, group) / all_reduce(grad_P.new_tensor(float(num_tokens)), group)
 
@@ -103,7 +103,7 @@ def _watch_average(answer, grads, counts):
     return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
 
 
-WRONG_TOKENS = {
+_WRONG_TOKENS = {
     "every rank counted alike: this is the mean of the ranks' gradients": lambda grad_P, num_tokens, group: all_reduce(
         grad_P, group, op="mean"
     ),
@@ -119,9 +119,9 @@ WRONG_TOKENS = {
     ],
     "one all-reduce of the weighted gradient, and one number for the tokens": _gathers_all,
 }
-SAYS_TOKENS = {"bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens"}
+_SAYS_TOKENS = {"bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens"}
 check_average_by_tokens = Exercise(
-    average_by_tokens, _gradients, WRONG_TOKENS, _watch_average, SAYS_TOKENS, right=_in_two_phases, ranks=True
+    _average_by_tokens, _gradients, _WRONG_TOKENS, _watch_average, _SAYS_TOKENS, right=_in_two_phases, ranks=True
 )
 
 
@@ -138,7 +138,7 @@ def _scaled(grads, norm, max_norm):
     return [grad * min(1.0, max_norm / float(norm)) for grad in grads]
 
 
-def average_and_clip(grads, max_norm, group):
+def _average_and_clip(grads, max_norm, group):
     """Averaged gradients of several tensors, scaled together so that their norm is at most max_norm."""
     averaged = _averaged(grads, group)
     return _scaled(averaged, _norm(averaged), max_norm)
@@ -195,7 +195,7 @@ WRONG_CLIP = {
     "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
     "the gradients were summed, not averaged": _clips_the_sum,
 }
-check_average_and_clip = Exercise(average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
+check_average_and_clip = Exercise(_average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 4. buckets

@@ -173,7 +173,7 @@ def _watch_step(model: nn.Module, x_BS: Tensor, finish: Callable, before: list) 
 
 
 wrong = partial(partial, overlap)
-WRONG_HOOKS = {
+_WRONG_HOOKS = {
     "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": _after_backward,
     "a tied parameter has two names and one gradient": wrong(
         params=lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
@@ -189,7 +189,7 @@ WRONG_HOOKS = {
     "divided by the number of ranks twice": _divided_twice,
     "must return finish": Stops(lambda model, group: overlap(model, group) and None),
 }
-SAYS_HOOKS = {
+_SAYS_HOOKS = {
     "kind of what is returned": "your function must return finish, a function without arguments that waits",
     "all-reduces": "one for each trainable parameter; a tied one has two names and one gradient",
     "gradients written under way": f"a gradient {WRITTEN}",
@@ -197,7 +197,9 @@ SAYS_HOOKS = {
     "all-reduces never waited for": "gradients may be read too early",
     "all-reduces of the step before waited for once more": "empty the list of handles in finish",
 }
-check_overlap = Exercise(overlap, ranks_and_seeds, WRONG_HOOKS, _watch_hooks, SAYS_HOOKS, right=_on_copies, ranks=True)
+check_overlap = Exercise(
+    overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _SAYS_HOOKS, right=_on_copies, ranks=True
+)
 
 
 # ------------------------------------------------------------------------------------ 6. accumulation
@@ -274,13 +276,13 @@ def _watch_sum(answer, rows, seed):
 
 
 wrong = partial(partial, accumulate)
-NO_SYNC = "all micro-batches but the last belong in no_sync(), their forward pass too"
+_NO_SYNC = "all micro-batches but the last belong in no_sync(), their forward pass too"
 WHOLE = (
     "one backward for the sum of {} losses needs the memory of all of them: a forward pass began while those before "
     "it still kept what they saved for backward; call backward() after each"
 )
 WRONG_SUM = {
-    f"an all-reduce for each micro-batch, and 1 is required: {NO_SYNC}": wrong(synced="each"),
+    f"an all-reduce for each micro-batch, and 1 is required: {_NO_SYNC}": wrong(synced="each"),
     "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": wrong(synced=0),
     WHOLE.format("all"): _one_backward,
     WHOLE.format("all but the last"): _one_backward_but_for_the_last,
@@ -293,5 +295,5 @@ WRONG_SUM = {
     "this is the rank's own gradient": _own_gradient,
 }
 check_accumulate = Exercise(
-    accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": NO_SYNC}, right=_first_part_last, ranks=True
+    accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": _NO_SYNC}, right=_first_part_last, ranks=True
 )

@@ -42,7 +42,7 @@ def _of_stage(answer, num_params, stage, dp_size):
     return {"three whole numbers": whole, f"stage {stage}: (parameters, gradients, optimizer)": got}
 
 
-WRONG_HELD = {
+_WRONG_HELD = {
     "parameters are cut last, after gradients and optimizer states": _held(("parameters", "optimizer", "gradients")),
     "optimizer states are cut first; gradients follow in stage 2": _held(("gradients", "optimizer", "parameters")),
     "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": _held(optimizer_bytes=8),
@@ -55,8 +55,8 @@ WRONG_HELD = {
     "from stage 1 on what stays whole is padded too": _held(whole=lambda length: length),
     "return three whole numbers": Stops(lambda *case: tuple(float(size) for size in _held()(*case))),
 }
-SAYS_HELD = {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"}
-check_held_bytes = Exercise(_held(), _models, WRONG_HELD, _of_stage, SAYS_HELD)
+_SAYS_HELD = {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"}
+check_held_bytes = Exercise(_held(), _models, _WRONG_HELD, _of_stage, _SAYS_HELD)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes sent
@@ -138,7 +138,7 @@ WRONG_CLIP = {
     "the root is missing: this is the sum of squares": wrong(norm=all_reduce),
     "a single number is enough": Stops(_gathers_the_gradient),
 }
-SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}
+_SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}
 check_clip_shards = Exercise(
-    _clipped, _limits, WRONG_CLIP, partial(on_ranks, slack=64), SAYS_CLIP, right=_with_torch, ranks=True
+    _clipped, _limits, WRONG_CLIP, partial(on_ranks, slack=64), _SAYS_CLIP, right=_with_torch, ranks=True
 )

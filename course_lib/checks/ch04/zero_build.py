@@ -16,9 +16,9 @@ from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, w
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 from course_lib.model import build
 
-NUM_PARAMS = count_parameters(trials.CONFIG)
-MOST_MESSAGES = -(-NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
-UNIT_BYTES = 2 * max(layer_units(trials.CONFIG))  # in bfloat16
+_NUM_PARAMS = count_parameters(trials.CONFIG)
+MOST_MESSAGES = -(-_NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
+_UNIT_BYTES = 2 * max(layer_units(trials.CONFIG))  # in bfloat16
 SAYS = {
     STEP.format("one step of SGD", "1 micro-batch"): (
         "is every gradient complete before update, and every parameter new after it?"
@@ -28,7 +28,7 @@ SAYS = {
 }
 
 
-def wrong_steps(trainer: type) -> dict[str, type]:
+def _wrong_steps(trainer: type) -> dict[str, type]:
     keeps = scaled(trainer, lambda ranks, parts: 1, drops=False)
     return wrong_means(trainer) | {f"its second step used the new gradient plus that of the first step; {DROP}": keeps}
 
@@ -62,7 +62,7 @@ class OneBucket(Buckets):
     bucket_size = 10**9
 
 
-def watch_buckets(answer, num_micro_batches):
+def _watch_buckets(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches > 1:
         return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
@@ -74,24 +74,24 @@ def watch_buckets(answer, num_micro_batches):
     return seen | {
         "reduce-scatters of backward": Cost(scatters, MOST_MESSAGES - scatters),
         "backward sent one reduce-scatter": scatters == 1,
-        "bytes of full gradients when backward is over": Cost(left, 0.1 * NUM_PARAMS - left),
+        "bytes of full gradients when backward is over": Cost(left, 0.1 * _NUM_PARAMS - left),
     }
 
 
-TOGETHER = "put parameters together until a bucket has 60,000 elements"
+_TOGETHER = "put parameters together until a bucket has 60,000 elements"
 EARLY = "reduce-scatter a bucket as soon as its gradients are complete, and drop them"
-WRONG_BUCKETS = wrong_steps(Zero2) | {
-    TOGETHER: Zero2,
+WRONG_BUCKETS = _wrong_steps(Zero2) | {
+    _TOGETHER: Zero2,
     "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has 60,000 "
     "parameters": OneBucket,
     f"full gradients were still there when backward was over; {EARLY}": BucketsAfterBackward,
 }
-SAYS_BUCKETS = SAYS | {
-    "reduce-scatters of backward": TOGETHER,
+_SAYS_BUCKETS = SAYS | {
+    "reduce-scatters of backward": _TOGETHER,
     "bytes of full gradients when backward is over": EARLY,
     "bytes sent": "4 phases for 3 micro-batches: a reduce-scatter of each, and one all-gather",
 }
-check_zero2_buckets = Exercise(Buckets, inputs, WRONG_BUCKETS, watch_buckets, SAYS_BUCKETS, ranks=True, seconds=60.0)
+check_zero2_buckets = Exercise(Buckets, inputs, WRONG_BUCKETS, _watch_buckets, _SAYS_BUCKETS, ranks=True, seconds=60.0)
 
 
 # ------------------------------------------------------------------------------------ 6. ZeRO-3
@@ -163,7 +163,7 @@ class AllReducesFirst(Zero3):
             param.register_hook(lambda grad: all_reduce(grad.contiguous(), group, op="mean"))
 
 
-def watch_zero3(answer, num_micro_batches):
+def _watch_zero3(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches == 1:
         record = Record()
@@ -171,12 +171,12 @@ def watch_zero3(answer, num_micro_batches):
         held = record.held
         for kind in ("optimizer", "gradients", "parameters"):
             seen[f"bytes of {kind} at the end of backward"] = Cost(held[kind], 0.1 * held[kind])
-        seen["bytes at the peak"] = Cost(record.timeline.peak_bytes, 2 * UNIT_BYTES)
-        seen["bytes when backward is over"] = Cost(sum(held.values()), UNIT_BYTES)
+        seen["bytes at the peak"] = Cost(record.timeline.peak_bytes, 2 * _UNIT_BYTES)
+        seen["bytes when backward is over"] = Cost(sum(held.values()), _UNIT_BYTES)
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 
 
-WRONG_ZERO3 = wrong_steps(Zero3) | {
+_WRONG_ZERO3 = _wrong_steps(Zero3) | {
     "every rank has all states of the optimizer; give it the shards alone": DataParallel,
     "every rank has all parameters; free a unit's buffer, and keep the shard": Zero2,
     "free a unit after its forward, and after its backward": NeverFrees,
@@ -185,21 +185,21 @@ WRONG_ZERO3 = wrong_steps(Zero3) | {
     "gather it before its forward, and again before its backward": Stops(NeverGathersForBackward),
     "is your shard a view of the buffer that you empty?": Stops(ShardIsAView),
 }
-SAYS_ZERO3 = SAYS | {
+_SAYS_ZERO3 = SAYS | {
     "bytes at the peak": "free a unit after its forward, and after its backward",
     "bytes when backward is over": "free a unit after its backward too, once its gradients are reduced",
     "bytes sent": "3 phases for each micro-batch: two all-gathers and a reduce-scatter",
 }
-SAYS_ZERO3 |= dict.fromkeys(
+_SAYS_ZERO3 |= dict.fromkeys(
     [f"bytes of {kind} at the end of backward" for kind in ("optimizer", "gradients", "parameters")],
     "a rank keeps its shard alone",
 )
-FREED = {
+_FREED = {
     "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
     "that you empty? Clone it",
     "out of bounds for storage of size 0": "a unit was used after it was freed: gather it before its forward, and "
     "again before its backward",
 }
 check_zero3 = Exercise(
-    Zero3, inputs, WRONG_ZERO3, watch_zero3, SAYS_ZERO3, ranks=True, seconds=60.0, right=ByModuleHooks, errors=FREED
+    Zero3, inputs, _WRONG_ZERO3, _watch_zero3, _SAYS_ZERO3, ranks=True, seconds=60.0, right=ByModuleHooks, errors=_FREED
 )

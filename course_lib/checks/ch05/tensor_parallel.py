@@ -107,7 +107,7 @@ def _models(rng):
     return [(n, d, 12 * n * d**2, tp, rng.uniform(1e11, 9e11), rng.uniform(1e14, 9e14)) for n, d, tp in sizes]
 
 
-WRONG_SHARE = {
+_WRONG_SHARE = {
     "it is half of what is right. Either the data sheet's number was used as it is (it adds both directions, and "
     "one of them bounds a ring), or only forward's two all-reduces a layer were counted": _seconds(way=1),
     "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 1),
@@ -116,7 +116,7 @@ WRONG_SHARE = {
     "a bf16 number has 2 bytes": _seconds(way=0.25),
     "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": _seconds(flops=2),
 }
-check_share = Exercise(_seconds(), _models, WRONG_SHARE)
+check_share = Exercise(_seconds(), _models, _WRONG_SHARE)
 
 
 # ------------------------------------------------------------------------------------ 3. a row layer
@@ -152,7 +152,7 @@ def _layer(answer, x_BSf, w_DF, b_D):
 
 _PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
 wrong = partial(partial, _row)
-WRONG_ROW = {
+_WRONG_ROW = {
     "the bias is in it once a rank; add it once, after the sum": wrong(bias=lambda b_D, group: b_D * group.size()),
     "the bias is missing": wrong(bias=lambda b_D, group: 0),
     _PARTIAL: [wrong(op=None), wrong(op=None, bias=lambda b_D, group: 0)],
@@ -163,5 +163,5 @@ WRONG_ROW = {
         lambda x_BSf, w_DF, b_D, group: _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()
     ),
 }
-SAYS_ROW = {"bytes sent": "one all-reduce of the result sends no more"}
-check_row = Exercise(_row, _layers, WRONG_ROW, _layer, SAYS_ROW, right=_bias_in_shares, ranks=True)
+_SAYS_ROW = {"bytes sent": "one all-reduce of the result sends no more"}
+check_row = Exercise(_row, _layers, _WRONG_ROW, _layer, _SAYS_ROW, right=_bias_in_shares, ranks=True)

@@ -117,7 +117,7 @@ def _backward(answer, D, f, seed):
 
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
 wrong = partial(partial, _column)
-WRONG_COLUMN = {
+_WRONG_COLUMN = {
     "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": wrong(
         of_x=lambda grad, group: grad
     ),
@@ -128,8 +128,10 @@ WRONG_COLUMN = {
     "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
     "one all-reduce of x's gradient sends": Stops(wrong(of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad)),
 }
-SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
-check_column_backward = Exercise(_column, _layers, WRONG_COLUMN, _backward, SAYS_COLUMN, right=_by_autograd, ranks=True)
+_SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
+check_column_backward = Exercise(
+    _column, _layers, _WRONG_COLUMN, _backward, _SAYS_COLUMN, right=_by_autograd, ranks=True
+)
 
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces
@@ -212,10 +214,10 @@ WRONG_LOSS = {
     ],
     "three numbers per token, never the logits": Stops(_gathers_the_logits),
 }
-SAYS_LOSS = {
+_SAYS_LOSS = {
     "the loss is finite": "take the largest logit, of all ranks, out before exp",
     "bytes sent": "three numbers per token, never the logits",
 }
 check_vocab_loss = Exercise(
-    _pieces(), _vocabularies, WRONG_LOSS, _loss, SAYS_LOSS, right=_two_sums_in_one_message, ranks=True
+    _pieces(), _vocabularies, WRONG_LOSS, _loss, _SAYS_LOSS, right=_two_sums_in_one_message, ranks=True
 )

@@ -41,7 +41,7 @@ def _of_region(answer, region, sp, *sizes):
     return {f"{region} with sp={sp}": answer(region, sp, *sizes)}
 
 
-WRONG_SHAPE = {
+_WRONG_SHAPE = {
     "tensor parallelism alone leaves the residual stream whole on every rank": _off("residual", sp=(False,)),
     "with sp the residual stream is in shards along the sequence": _off("residual", tokens=lambda S, mine, t: S),
     "tokens that do not divide: the first ranks have ceil(S / t) each": _off(
@@ -57,7 +57,7 @@ WRONG_SHAPE = {
         "residual", "column input", "row output", tokens=lambda S, mine, t: S, width=lambda width, t: width // t
     ),
 }
-check_shape = Exercise(_shape, _regions, WRONG_SHAPE, _of_region)
+check_shape = Exercise(_shape, _regions, _WRONG_SHAPE, _of_region)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes kept
@@ -157,7 +157,7 @@ def _way(answer, free_bytes, s, b, h, layers, t):
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}
-WRONG_CHOICE = {
+_WRONG_CHOICE = {
     "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise ValueError": _choice(
         full=lambda layers, t: 2 * layers
     ),
@@ -166,4 +166,4 @@ WRONG_CHOICE = {
     "'keep' needs 30/t + 4 for each layer, and does not fit": _choice(keep=lambda layers, t: 34 * layers),
     "'regather' needs 34/t for each layer, and does not fit": _choice(regather=lambda layers, t: 34),
 }
-check_choice = Exercise(_choice(), _limits, WRONG_CHOICE, _way, {"where nothing fits": "raise ValueError"})
+check_choice = Exercise(_choice(), _limits, _WRONG_CHOICE, _way, {"where nothing fits": "raise ValueError"})

@@ -136,7 +136,7 @@ SUM = (
     "the loss is right, and the gradient of every norm is not: a rank has its own tokens' part of it, so add the parts "
     "of all ranks, once per step; all_reduce does not change its argument: use the value it returns"
 )
-GATHER = (
+_GATHER = (
     "the loss is right, and gradients are not: the backward of a gather sums over the ranks, and the backward of a "
     "reduce-scatter gathers"
 )
@@ -152,14 +152,14 @@ WRONG = {
     "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
     "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
     "sum once, after the last micro-batch: a second sum counts the first micro-batches again": SumsAfterEachMicroBatch,
-    GATHER: JoinsInFront,
+    _GATHER: JoinsInFront,
     ENOUGH: AllReducesAndSlices,
 }
 SAYS = {
     "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
     "the loss less one process's": "leave() must sum the ranks' partial sums",
     "gradients of norms less one process's": SUM,
-    "gradients of matrices less one process's": GATHER,
+    "gradients of matrices less one process's": _GATHER,
     "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
     "rank's tokens only",
     "bytes sent": ENOUGH,

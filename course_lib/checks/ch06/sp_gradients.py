@@ -164,8 +164,10 @@ WRONG_SUM = {
     "summed, but every rank has another part of this tensor": wrong(names=lambda name, cut: True),
     "put them into one flat tensor and send one all-reduce": _one_by_one,
 }
-SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
-check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, SAYS_SUM, right=_adds_what_others_have, ranks=True)
+_SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
+check_sum_of_my_tokens = Exercise(
+    _sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, right=_adds_what_others_have, ranks=True
+)
 
 
 # ------------------------------------------------------------------------------------ 5. half a block
@@ -215,7 +217,7 @@ _CONJUGATES = (
     "the result is right, the gradient is not; what goes into columns needs gather_in, whose backward sums, and what "
     "leaves a row scatter_sum"
 )
-WRONG_BLOCK = {
+_WRONG_BLOCK = {
     "the bias is in it once for every rank; add it after the sum": _half(
         lambda x_BsD, bias_D, group: bias_D, lambda x_BsD, bias_D, group: x_BsD
     ),
@@ -236,8 +238,8 @@ WRONG_BLOCK = {
         _half(leave=lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim))
     ),
 }
-SAYS_BLOCK = {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")} | {
+_SAYS_BLOCK = {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")} | {
     "bytes sent forward and backward": "a gather and a reduce-scatter each way"
 }
 _in_shares = _half(lambda x_BsD, bias_D, group: bias_D / group.size(), lambda x_BsD, bias_D, group: x_BsD)
-check_mlp_block = Exercise(_half(), _sizes, WRONG_BLOCK, _blocks, SAYS_BLOCK, right=_in_shares, ranks=True)
+check_mlp_block = Exercise(_half(), _sizes, _WRONG_BLOCK, _blocks, _SAYS_BLOCK, right=_in_shares, ranks=True)

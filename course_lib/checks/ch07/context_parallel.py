@@ -55,7 +55,7 @@ def _neighbours(all_S, ranks, rank):
 
 
 wrong = partial(partial, _places)
-WRONG_POSITIONS = {
+_WRONG_POSITIONS = {
     "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": wrong(
         zigzag=_chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
     ),
@@ -66,7 +66,7 @@ WRONG_POSITIONS = {
     "striped deals tokens out one by one: every ranks-th, beginning with rank": wrong(striped=_neighbours),
     "contiguous tokens are neighbours": wrong(contiguous=lambda all_S, ranks, rank: all_S[rank::ranks]),
 }
-check_positions = Exercise(_places, _all_ranks, WRONG_POSITIONS, _as_list, right=_by_owner)
+check_positions = Exercise(_places, _all_ranks, _WRONG_POSITIONS, _as_list, right=_by_owner)
 
 
 # ------------------------------------------------------------------------------------ 2. merge
@@ -157,7 +157,7 @@ def _pairs(answer, s, query_rank, key_rank):
 _WHOLE, _LATE = (0, 2), (1, 2)
 _TRIANGLE = "the lower triangle is of my own keys alone; of other ranks' a tile is a rectangle"
 wrong = partial(partial, _tile)
-WRONG_TILE = {
+_WRONG_TILE = {
     "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": wrong(
         later=((0, 0), (0, 0), False)
     ),
@@ -177,8 +177,8 @@ WRONG_TILE = {
     ),
     ": 1 is seen, 0 is not": Stops(lambda s, query_rank, key_rank: (slice(1, s), slice(0, s), False)),
 }
-SAYS_TILE = dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not")
-check_tile = Exercise(_tile, _every_two, WRONG_TILE, _pairs, SAYS_TILE, right=_with_open_slices)
+_SAYS_TILE = dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not")
+check_tile = Exercise(_tile, _every_two, _WRONG_TILE, _pairs, _SAYS_TILE, right=_with_open_slices)
 
 
 # ------------------------------------------------------------------------------------ 4. bytes
@@ -221,7 +221,7 @@ def _of_method(answer, method, *sizes):
 
 
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
-WRONG_BYTES = {
+_WRONG_BYTES = {
     "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
     "block and gradient make c - 1 ring steps: the home's share never travels": _believed("ring", steps=(1, 1, 1)),
     "gradients travel in FP32 while they are summed": _believed("ring", **_SAME),
@@ -241,4 +241,4 @@ WRONG_BYTES = {
         _believed("ring", numbers_of=lambda size: (size, 0, 0)),
     ],
 }
-check_bytes = Exercise(_bytes, _sizes, WRONG_BYTES, _of_method)
+check_bytes = Exercise(_bytes, _sizes, _WRONG_BYTES, _of_method)

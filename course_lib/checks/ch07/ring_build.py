@@ -213,7 +213,7 @@ class WholeTiles(MyRing):
 
 
 WAYS = {"forward": "step 1 (forward)", "backward": "step 2 (backward)"}
-ZIGZAG = "steps 1 to 3 are right; step 4 (zig-zag)"
+_ZIGZAG = "steps 1 to 3 are right; step 4 (zig-zag)"
 OVERLAP = "step 3 (overlap): blocks of the {} pass that travelled while no tile was computed{}"
 
 
@@ -250,7 +250,7 @@ def watch(answer, S, zigzag, seed):
             seen[OVERLAP.format(way, ", zig-zag" if zigzag else "")] = Cost(exposed, most - exposed)
         if zigzag:
             pairs, most = sum(ring.tiles), all_pairs(S) / size / TARGET
-            seen[f"{ZIGZAG}: pairs of the {way} pass"] = Cost(pairs, most - pairs)
+            seen[f"{_ZIGZAG}: pairs of the {way} pass"] = Cost(pairs, most - pairs)
     return seen
 
 
@@ -258,39 +258,39 @@ def _tell(seen: dict, way: str, zigzag: bool, results: dict[str, Tensor], sent: 
     """The results of one pass, and how many blocks it sent: a rank's own keys and values are one."""
     group = dist.group.WORLD
     dist.barrier(group)  # a rank that passes on too seldom is told of forward, not of the backward that it began
-    step, most = ZIGZAG if zigzag else WAYS[way], group.size() - 1 if way == "forward" else 2 * group.size()
+    step, most = _ZIGZAG if zigzag else WAYS[way], group.size() - 1 if way == "forward" else 2 * group.size()
     seen[f"{step}: blocks are passed on"] = all_reduce(torch.tensor(sent), group, op="max").item() > 0
     for name, result in results.items():
         seen[f"{step}: {name}"] = result
     seen[f"{step}: blocks sent {way}"] = Cost(sent, most - sent)
 
 
-SEES = "which queries may see which keys of each block?"
-FINAL = "does tile_backward get the out and lse over all keys, and is every block's share added?"
+_SEES = "which queries may see which keys of each block?"
+_FINAL = "does tile_backward get the out and lse over all keys, and is every block's share added?"
 HOME = "does the gradient of a block get a share from each rank that sees it, and come back to its owner?"
 ENOUGH = "a block is its own keys and values, which need no more than size - 1 ring steps"
 EARLY = "call pass_on before the tile, and the function that it returns after it"
-HALVES = (
+_HALVES = (
     f"{TARGET:.0%} of the ideal work is the target; give the kernel half of the keys of an earlier rank, and half of "
     "your queries for a later one"
 )
-SAYS = {"out": SEES, "lse": SEES, "dq": FINAL, "dk": HOME, "dv": HOME}
+SAYS = {"out": _SEES, "lse": _SEES, "dq": _FINAL, "dk": HOME, "dv": HOME}
 SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
 WRONG = {
     "there is no method backward yet": ForwardAlone,
     "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
     "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
-    FINAL: EachTilesOwnSum,
+    _FINAL: EachTilesOwnSum,
     HOME: SharesStayAway,
     ENOUGH: GoesAroundTwice,
     EARLY: SendsAfterwards,
-    SEES: AlwaysContiguous,
-    HALVES: WholeTiles,
+    _SEES: AlwaysContiguous,
+    _HALVES: WholeTiles,
 }
 SAYS = (
-    {f"{step}: {what}": why for step in (*WAYS.values(), ZIGZAG) for what, why in SAYS.items()}
+    {f"{step}: {what}": why for step in (*WAYS.values(), _ZIGZAG) for what, why in SAYS.items()}
     | {OVERLAP.format(way, of): EARLY for way in WAYS for of in ("", ", zig-zag")}
-    | {f"{ZIGZAG}: pairs of the {way} pass": HALVES for way in WAYS}
+    | {f"{_ZIGZAG}: pairs of the {way} pass": _HALVES for way in WAYS}
 )
 HANG = "Does every rank pass on as many blocks as its neighbour waits for?"
 check_ring = Exercise(MyRing, inputs, WRONG, watch, SAYS, right=MergesAtTheEnd, ranks=HANG)

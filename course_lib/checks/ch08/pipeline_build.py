@@ -19,7 +19,7 @@ from course_lib.minimal.one_f_one_b import one_f_one_b as lists_of_1f1b
 from course_lib.model import build
 from course_lib.schedules import simulate
 
-NO_BACKWARD = -1  # of torch._C._current_graph_task_id
+_NO_BACKWARD = -1  # of torch._C._current_graph_task_id
 
 
 class InOrder(PipelineRank):
@@ -146,7 +146,7 @@ def watch(answer, count):
 
 def _note_forward(words: list[str], block) -> None:
     """Recomputation in backward is no forward of the schedule."""
-    if torch._C._current_graph_task_id() == NO_BACKWARD:
+    if torch._C._current_graph_task_id() == _NO_BACKWARD:
         words.append(f"F {id(block)}")
 
 
@@ -177,11 +177,11 @@ def _order(rows: list[list[str]], count: int) -> dict:
     }
 
 
-ROOM = (
+_ROOM = (
     "a message came to a buffer that is too small; make the buffer with the shape of the hidden states and the dtype "
     "of the model's parameters, here float64"
 )
-WAIT = "ranks wait for each other; start each send without waiting for it, together with the next receive in one batch"
+_WAIT = "ranks wait for each other; start each send without waiting for it, together with the next receive in one batch"
 WRONG = {
     "have no gradient on any rank: worker.stage has this rank's blocks under their names in the model, the first the "
     "embedding, the last norm and head": HeadLeftOut,
@@ -203,7 +203,7 @@ SAYS = {
     "bytes sent": "one message a cut each way",
     "where ranks stand on NCCL": BATCH,
 }
-ERRORS = {"op.preamble.length <= op.nbytes": ROOM, "Timed out": WAIT, "Connection closed by peer": WAIT}
+ERRORS = {"op.preamble.length <= op.nbytes": _ROOM, "Timed out": _WAIT, "Connection closed by peer": _WAIT}
 check_pipeline = Exercise(
-    InOrder, inputs, WRONG, watch, SAYS, WAIT, right=Recomputing, seconds=60.0, errors=ERRORS, backend="gloo"
+    InOrder, inputs, WRONG, watch, SAYS, _WAIT, right=Recomputing, seconds=60.0, errors=ERRORS, backend="gloo"
 )

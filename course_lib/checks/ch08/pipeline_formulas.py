@@ -22,7 +22,7 @@ def pipelines(rng):
     return cases
 
 
-WRONG_BUBBLE = {
+_WRONG_BUBBLE = {
     "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
     "v is missing: stages are 1 / v as long": lambda p, m, v: bubble(p, m, 1),
     "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
@@ -43,7 +43,7 @@ WRONG_BUBBLE = {
     "these are per cent; return shares": lambda p, m, v: [100 * share for share in bubble(p, m, v)],
 }
 _shares = several("return two numbers, of ideal time and of total time", "of ideal time", "of total time")
-check_bubble = Exercise(bubble, pipelines, WRONG_BUBBLE, _shares)
+check_bubble = Exercise(bubble, pipelines, _WRONG_BUBBLE, _shares)
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept
@@ -55,7 +55,7 @@ def layers_kept(name, L, p, m, i, in_flight=_in_flight):
     return in_flight(name, p, m, i) * (L // p)
 
 
-def ranks_of_schedules(rng):
+def _ranks_of_schedules(rng):
     cases = []
     for name in ("naive", "afab", "1f1b"):
         for few in (False, True):
@@ -90,11 +90,11 @@ WRONG_KEPT = {
         in_flight=lambda name, p, m, i: 1
     ),
 }
-check_layers_kept = Exercise(layers_kept, ranks_of_schedules, WRONG_KEPT)
+check_layers_kept = Exercise(layers_kept, _ranks_of_schedules, WRONG_KEPT)
 
 
 # ------------------------------------------------------------------------------------ 4. layers for each stage
-def to_the_shortest(L, p, layer, embed, head):
+def _to_the_shortest(L, p, layer, embed, head):
     """One layer after the other to the stage that is shortest so far."""
     layers, costs = [1] * p, [embed + layer, *[layer] * (p - 2), head + layer]
     for _ in range(L - p):
@@ -104,7 +104,7 @@ def to_the_shortest(L, p, layer, embed, head):
     return layers
 
 
-def layers_by_search(L, p, layer, embed, head):
+def _layers_by_search(L, p, layer, embed, head):
     """The smallest longest stage that is enough, then filled from the front."""
     ends = [embed, *[0] * (p - 2), head]
     longest = layer + max(ends)
@@ -133,14 +133,14 @@ def _less_at_the_ends(L, p, layer, embed, head):
     return [inner[0] - 1, *inner[1:-1], inner[-1] - 1]
 
 
-WRONG_LAYERS = {
+_WRONG_LAYERS = {
     "even numbers of layers are not even stages; embedding and head cost too": _even,
-    "the embedding costs too": lambda L, p, layer, embed, head: to_the_shortest(L, p, layer, 0, head),
+    "the embedding costs too": lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, 0, head),
     "embedding and head cost as much as so many layers only if a layer costs 1": lambda L, p, layer, embed, head: (
-        to_the_shortest(L, p, 1, embed, head)
+        _to_the_shortest(L, p, 1, embed, head)
     ),
     "embedding and head are at the wrong ends: the embedding is on the first stage, the head on the last": (
-        lambda L, p, layer, embed, head: to_the_shortest(L, p, layer, head, embed)
+        lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, head, embed)
     ),
     "a share of all time for each, rounded, can be too long; whole layers go where there is room": _rounded,
     "one layer less at both ends fits some models, not this one": _less_at_the_ends,
@@ -152,7 +152,7 @@ WRONG_LAYERS = {
 
 def models(rng):
     """(L, p, layer, embed, head); in all together no two answers have stages that are equally long."""
-    answers = [to_the_shortest, *(answer for _, answer in pairs(WRONG_LAYERS))]
+    answers = [_to_the_shortest, *(answer for _, answer in pairs(_WRONG_LAYERS))]
     while True:
         costs = [(1, 0, rng.choice([2, 3])), (2, rng.choice([4, 6]), 5), (3, 1, 0)]
         costs += [(rng.choice([2, 3]), rng.randrange(1, 8), rng.randrange(1, 8)) for _ in range(5)]
@@ -160,13 +160,13 @@ def models(rng):
         for cost in costs:
             p = rng.choice([3, 4, 5])
             cases.append((p * rng.choice([3, 4]) + rng.randrange(p), p, *cost))
-        seen = [[watch_layers(answer, *case) for case in cases] for answer in answers]
+        seen = [[_watch_layers(answer, *case) for case in cases] for answer in answers]
         errors = any("error" in of_case for of_answer in seen for of_case in of_answer)
         if not errors and not any(agree(*pair) for pair in combinations(seen, 2)):
             return cases
 
 
-def watch_layers(answer, L, p, layer, embed, head):
+def _watch_layers(answer, L, p, layer, embed, head):
     layers = answer(L, p, layer, embed, head)
     if not isinstance(layers, list | tuple) or len(layers) != p:
         return {"error": f"no list\nreturn {p} numbers, one for each stage; got {layers!r}"}
@@ -180,4 +180,4 @@ def watch_layers(answer, L, p, layer, embed, head):
     return {"the longest stage": Cost(max(costs))}
 
 
-check_layers = Exercise(to_the_shortest, models, WRONG_LAYERS, watch_layers, right=layers_by_search)
+check_layers = Exercise(_to_the_shortest, models, _WRONG_LAYERS, _watch_layers, right=_layers_by_search)

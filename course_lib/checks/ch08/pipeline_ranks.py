@@ -90,7 +90,7 @@ def stages(rng):
             return [(x, linears, grad)]
 
 
-def watch_split(answer, x, linears, grad):
+def _watch_split(answer, x, linears, grad):
     """Without autograd, which would do both halves at once."""
     try:
         with torch.inference_mode():
@@ -135,7 +135,7 @@ WRONG = {
     "autograd does both halves at once": Stops(ByAutograd),
 }
 SAYS = {"gradients of weights that input_half has computed": EARLY}
-check_split_backward = Exercise(split(), stages, WRONG, watch_split, SAYS, right=KeepsTwoLists)
+check_split_backward = Exercise(split(), stages, WRONG, _watch_split, SAYS, right=KeepsTwoLists)
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours
@@ -159,7 +159,7 @@ def exchange(down, up, start=dist.batch_isend_irecv, arrived=1.0, swapped=False)
     return received.get(swapped), received.get(not swapped)
 
 
-def exchange_even_ranks_first(down, up):
+def _exchange_even_ranks_first(down, up):
     """In two rounds: ranks at even places send down and up while others receive, then the other way."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
@@ -195,7 +195,7 @@ def _one_by_one(order):
     return start
 
 
-def along_the_chain(down, up):
+def _along_the_chain(down, up):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
     if rank > 0:
@@ -211,14 +211,14 @@ def along_the_chain(down, up):
 wrong = partial(partial, exchange)
 DOWN, UP = 0, 1
 LATE = "{} came, and the rest is whatever stood in the buffer; wait for the receive"
-ENDS = "there is no such rank; return None (the chain is no ring)"
+_ENDS = "there is no such rank; return None (the chain is no ring)"
 
 
-def inputs_exchange(rng):
+def _inputs_exchange(rng):
     return [(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))]
 
 
-def watch_exchange(answer, seed):
+def _watch_exchange(answer, seed):
     """Large messages both ways along a chain: what came, and how the same calls run in NCCL's order."""
     rank = dist.get_rank()
     with recorded_calls() as calls:
@@ -247,25 +247,25 @@ def _message(rank: int, way: int, seed: int) -> Tensor:
     return numbers(seed + 10 * rank + way, 400_000 + 1000 * way)
 
 
-WRONG_EXCHANGE = {
+_WRONG_EXCHANGE = {
     LATE.format("no number"): wrong(arrived=0.0),
     LATE.format("a part"): wrong(arrived=0.5),
-    ENDS: wrong(swapped=True),
+    _ENDS: wrong(swapped=True),
     STUCK: [wrong(start=_one_by_one(order)) for order in ("send recv,blocking", "recv send")],
-    "messages go one after the other along the chain; start all before you wait for any": along_the_chain,
+    "messages go one after the other along the chain; start all before you wait for any": _along_the_chain,
     "wait for each other": Stops(wrong(start=_one_by_one("send,blocking recv,blocking"))),
     "return two things": Stops(lambda down, up: list(exchange(down, up))),
 }
-BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"
-SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": BLOCKED}
+_BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"
+SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": _BLOCKED}
 check_exchange = Exercise(
     exchange,
-    inputs_exchange,
-    WRONG_EXCHANGE,
-    watch_exchange,
+    _inputs_exchange,
+    _WRONG_EXCHANGE,
+    _watch_exchange,
     SAYS_EXCHANGE,
-    ranks=BLOCKED,
-    right=exchange_even_ranks_first,
+    ranks=_BLOCKED,
+    right=_exchange_even_ranks_first,
     errors=ERRORS,
     backend="gloo",
 )

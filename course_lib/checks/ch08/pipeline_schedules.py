@@ -44,7 +44,7 @@ def limits(rng):
     return [(p, m, most) for m in (few, many) for most in (1, rng.randrange(2, p), p + rng.randrange(3))]
 
 
-def watch_limited(answer, p, m, most):
+def _watch_limited(answer, p, m, most):
     schedule, seen = scheduled(answer(p, m, most), p, m)
     if schedule is None:
         return seen
@@ -57,7 +57,7 @@ def watch_limited(answer, p, m, most):
 
 
 wrong = partial(partial, limited)
-WRONG_LIMITED = {
+_WRONG_LIMITED = {
     "this is 1F1B without the limit": wrong(ahead_of=lambda p, rank, most: p - 1 - rank),
     "these are all forwards before all backwards": lambda p, m, most: words_of("afab", p, m),
     "after warm-up a forward comes before the first backward, and counts too": wrong(
@@ -71,12 +71,12 @@ WRONG_LIMITED = {
     "deadlock": Stops(wrong(ahead_of=lambda p, rank, most: min(rank, most - 1))),
     "is missing, the backward": Stops(lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)]),
 }
-SAYS_LIMITED = {
+_SAYS_LIMITED = {
     "whether backward is split": "use whole backwards, B; I and W are for exercise 8",
     "micro-batches that each rank keeps": "shorten the warm-up",
     "slots": "use the memory that is allowed; warm-up has as many forwards as fit",
 }
-check_limited = Exercise(limited, limits, WRONG_LIMITED, watch_limited, SAYS_LIMITED)
+check_limited = Exercise(limited, limits, _WRONG_LIMITED, _watch_limited, _SAYS_LIMITED)
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
@@ -84,7 +84,7 @@ def shorter(p, m):
     return words_of("zb_h1", p, m)
 
 
-def whole_backwards_on_rank_0(p, m):
+def _whole_backwards_on_rank_0(p, m):
     """Rank 0 puts nothing off: its backward may stay whole."""
     rows = words_of("zb_h1", p, m)
     rows[0] = [word.replace("I", "B") for word in rows[0] if word[0] != "W"]
@@ -101,7 +101,7 @@ def _all_w_at_the_end(p, m):
     return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in rows]
 
 
-def watch_shorter(answer, p, m):
+def _watch_shorter(answer, p, m):
     """In flight may be p - rank, as in 1F1B, and a rank may wait p - 1 slots."""
     schedule, seen = scheduled(answer(p, m), p, m)
     if schedule is None:
@@ -116,20 +116,20 @@ def watch_shorter(answer, p, m):
     }
 
 
-WRONG_SHORTER = {
+_WRONG_SHORTER = {
     "it buys its time with memory, as ZB-H2": lambda p, m: words_of("zb_h2", p, m),
     "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: words_of("1f1b", p, m),
     "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
     "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
 }
-SAYS_SHORTER = {
+_SAYS_SHORTER = {
     "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"
 }
 check_shorter = Exercise(
     shorter,
     lambda rng: [(p, p + rng.randrange(5)) for p in (rng.choice([2, 3]), rng.choice([4, 5]))],
-    WRONG_SHORTER,
-    watch_shorter,
-    SAYS_SHORTER,
-    right=whole_backwards_on_rank_0,
+    _WRONG_SHORTER,
+    _watch_shorter,
+    _SAYS_SHORTER,
+    right=_whole_backwards_on_rank_0,
 )

@@ -16,7 +16,7 @@ from course_lib.minimal.experts import Exchange, by_expert, send_rows
 from course_lib.minimal.moe import combine, dispatch, run_experts
 
 D, F = 16, 8
-COUNTS_BYTES = 64  # of each pair of rank and expert: what may be sent to say how many rows come
+_COUNTS_BYTES = 64  # of each pair of rank and expert: what may be sent to say how many rows come
 
 
 def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group, change=None):
@@ -33,7 +33,7 @@ def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group, change=None):
     return combine(y_RD, order_R, step["weigh"](weight_Tk))
 
 
-def layer_weighted_there(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
+def _layer_weighted_there(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
     """The weight travels as one more element of its row, so that the expert's rank multiplies."""
     expert_R, k = expert_Tk.flatten(), expert_Tk.shape[1]
     order_R = expert_R.argsort()
@@ -55,7 +55,7 @@ def sizes(rng):
     return [(*size, fresh_seed(rng)) for size in sizes]
 
 
-def watch_layer(answer, per_rank, k, seed):
+def _watch_layer(answer, per_rank, k, seed):
     """y, its graph, the gradients, and what forward sent; the loss is a sum over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ def watch_layer(answer, per_rank, k, seed):
         "the gradient of weight_Tk": "none" if weight_Tk.grad is None else weight_Tk.grad,
         "the gradient of x_TD": "none" if x_TD.grad is None else x_TD.grad,
         "the gradients of the experts": [torch.zeros_like(p) if p.grad is None else p.grad for p in params],
-        "bytes that forward sent": Cost(meter.sent_bytes, 2 * 8 * expert_Tk.numel() + COUNTS_BYTES * size * per_rank),
+        "bytes that forward sent": Cost(meter.sent_bytes, 2 * 8 * expert_Tk.numel() + _COUNTS_BYTES * size * per_rank),
         "the number of experts in the list": len(experts),
     }
 
@@ -110,30 +110,30 @@ def _gathers(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
     return layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group)
 
 
-def wrong_layer(**change):
+def _wrong_layer(**change):
     return partial(layer, change=change)
 
 
 ROWS = "a row goes to the rank of its expert only, and its result comes back"
 WRONG = {
-    "the rows are added without their weights": wrong_layer(weigh=torch.ones_like),
+    "the rows are added without their weights": _wrong_layer(weigh=torch.ones_like),
     "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the "
-    "results with the inverse of that order, order.argsort()": wrong_layer(undo=lambda order_R: order_R),
+    "results with the inverse of that order, order.argsort()": _wrong_layer(undo=lambda order_R: order_R),
     "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
-    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": wrong_layer(
+    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": _wrong_layer(
         undo=lambda order_R: torch.arange(len(order_R))
     ),
     "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
-    "experts run, and undo the order before the results go back": wrong_layer(
+    "experts run, and undo the order before the results go back": _wrong_layer(
         sort=lambda from_rank: torch.arange(from_rank.sum())
     ),
     "y_TD has no graph; nothing gets a gradient": lambda *given: layer(*given).detach(),
     "the experts get no gradient. Autograd does not see a plain collective; write an autograd.Function whose "
-    "backward sends the gradients the way of the rows back": wrong_layer(move=send_rows),
-    "divided by the number of ranks; the loss here is a sum over all ranks": wrong_layer(move=_HalfWay.apply),
+    "backward sends the gradients the way of the rows back": _wrong_layer(move=send_rows),
+    "divided by the number of ranks; the loss here is a sum over all ranks": _wrong_layer(move=_HalfWay.apply),
     ROWS: _gathers,
 }
 HANG = "Does every rank call the same exchanges in the same order, also where it has no row to send?"
 check_layer = Exercise(
-    layer, sizes, WRONG, watch_layer, {"bytes that forward sent": ROWS}, right=layer_weighted_there, ranks=HANG
+    layer, sizes, WRONG, _watch_layer, {"bytes that forward sent": ROWS}, right=_layer_weighted_there, ranks=HANG
 )

@@ -24,7 +24,7 @@ def sent_bytes(rows, rank, d_model, narrow_bytes, wide_bytes, total=None, home=F
     return d_model * (2 * forward + gradients)
 
 
-def tables_of_rows(rng):
+def _tables_of_rows(rng):
     """More goes out than comes back."""
     cases = []
     for _ in range(3):
@@ -59,7 +59,7 @@ WRONG_SENT = {
         total=lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
     ),
 }
-check_sent_bytes = Exercise(sent_bytes, tables_of_rows, WRONG_SENT)
+check_sent_bytes = Exercise(sent_bytes, _tables_of_rows, WRONG_SENT)
 
 
 # ------------------------------------------------------------------------------------ 5. whose gradients
@@ -73,7 +73,7 @@ def sum_gradients(expert_grads, other_grads, ep_group, expert_dp_group, dp_group
             grad /= divisor
 
 
-def sums_by_gathering(expert_grads, other_grads, ep_group, expert_dp_group, dp_group):
+def _sums_by_gathering(expert_grads, other_grads, ep_group, expert_dp_group, dp_group):
     """Everybody's gradients are gathered and added up here; experts' means are of ep losses at once."""
     for grads, group, losses in ((expert_grads, expert_dp_group, ep_group.size()), (other_grads, dp_group, 1)):
         for grad in grads:
@@ -86,7 +86,7 @@ def gradients(rng):
     return [(DP, fresh_seed(rng), rng.randrange(3, 9))]
 
 
-def watch_gradients(answer, seed, size):
+def _watch_gradients(answer, seed, size):
     one, two = numbers(seed + dist.get_rank(), 2, size, 2)
     groups = expert_groups(dist.group.WORLD, EP)
     answer([one], [two], groups.ep, groups.expert_dp, groups.dp)
@@ -107,5 +107,5 @@ WRONG_SUMS = {
     "a mean over the ranks with the same experts; the rest is on all ranks": wrong(rest=("expert_dp", DP // EP)),
 }
 check_sum_gradients = Exercise(
-    sum_gradients, gradients, WRONG_SUMS, watch_gradients, right=sums_by_gathering, ranks=True
+    sum_gradients, gradients, WRONG_SUMS, _watch_gradients, right=_sums_by_gathering, ranks=True
 )

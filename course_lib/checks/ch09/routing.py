@@ -40,7 +40,7 @@ def _always(score):
 
 
 wrong = partial(partial, route)
-WRONG_ROUTE = {
+_WRONG_ROUTE = {
     "the bias is missing: it is added to the scores for the choice": wrong(
         choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
     ),
@@ -63,18 +63,18 @@ WRONG_ROUTE = {
     ),
 }
 check_route = Exercise(
-    route, logits, WRONG_ROUTE, several("return expert_Tk, weight_Tk", "expert_Tk, best first", "weight_Tk")
+    route, logits, _WRONG_ROUTE, several("return expert_Tk, weight_Tk", "expert_Tk, best first", "weight_Tk")
 )
 
 
 # ------------------------------------------------------------------------------------ 2. a balancing step
-def bias_step(bias_E, load_E, speed, step=lambda below_E, mean: below_E.sign()):
+def _bias_step(bias_E, load_E, speed, step=lambda below_E, mean: below_E.sign()):
     """The biases after one step, given how far each load is below the mean."""
     mean = load_E.double().mean()
     return bias_E + speed * step(mean - load_E, mean)
 
 
-def bias_in_place(bias_E, load_E, speed):
+def _bias_in_place(bias_E, load_E, speed):
     """Steps are added to the tensor that was given."""
     off_E = load_E * len(load_E) - load_E.sum()
     bias_E[off_E > 0] -= speed
@@ -95,19 +95,19 @@ def loads(rng):
     return cases
 
 
-wrong = partial(partial, bias_step)
+wrong = partial(partial, _bias_step)
 WRONG_STEP = {
     "the wrong way: an overloaded expert must be chosen less": wrong(step=lambda below_E, _: -below_E.sign()),
     "every step has the same size, however far the load is from the mean": wrong(step=lambda below_E, _: below_E),
     "in proportion to the relative load; only its direction counts": wrong(step=lambda below_E, mean: below_E / mean),
     "an expert at the mean stays where it is": wrong(step=lambda below_E, _: (below_E >= 0).double() * 2 - 1),
     "an expert at the mean stays; it went down": wrong(step=lambda below_E, _: (below_E > 0).double() * 2 - 1),
-    "the new bias starts from the old one": lambda bias_E, load_E, speed: bias_step(0 * bias_E, load_E, speed),
+    "the new bias starts from the old one": lambda bias_E, load_E, speed: _bias_step(0 * bias_E, load_E, speed),
     "away from the median; a fair share is the mean": lambda bias_E, load_E, speed: (
         bias_E + speed * (load_E.median() - load_E).sign()
     ),
 }
-check_bias_step = Exercise(bias_step, loads, WRONG_STEP, result, right=bias_in_place)
+check_bias_step = Exercise(_bias_step, loads, WRONG_STEP, result, right=_bias_in_place)
 
 
 # ------------------------------------------------------------------------------------ 3. capacity
@@ -128,7 +128,7 @@ def choices(rng):
     """A capacity that is rounded up from less than a half, one that is whole, and any other; no two answers agree."""
     while True:
         cases = [_drawn_choice(rng, *ends) for ends in ((0.01, 0.49), (0.0, 0.0), (0.01, 0.99))]
-        given = [[answer(*case) for case in cases] for answer in (keep, *WRONG_KEEP.values())]
+        given = [[answer(*case) for case in cases] for answer in (keep, *_WRONG_KEEP.values())]
         if not any(agree(*pair) for pair in combinations(given, 2)):
             return cases
 
@@ -146,7 +146,7 @@ def _drawn_choice(rng, least, most):
 K, ORDER = "k is missing in the capacity", "first choices go before second ones"
 FORMULA = "; assignments count, k for each token: factor * k * T / E"
 wrong = partial(partial, keep)
-WRONG_KEEP = {
+_WRONG_KEEP = {
     f"only {K}{FORMULA}": wrong(k=1),
     f"{K}, and its rounding goes up{FORMULA}": wrong(k=1, room=math.floor),
     f"{K}, and {ORDER}{FORMULA}": wrong(k=1, by_token=True),
@@ -161,4 +161,4 @@ WRONG_KEEP = {
     ),
     "the capacity is rounded up": wrong(room=math.floor),
 }
-check_keep = Exercise(keep, choices, WRONG_KEEP)
+check_keep = Exercise(keep, choices, _WRONG_KEEP)

@@ -67,7 +67,7 @@ def _without_gaps(mesh, rank, ep, data):
 
 
 wrong = partial(partial, groups)
-WRONG_GROUPS = {
+_WRONG_GROUPS = {
     "the first axis is the outermost, the last changes fastest": wrong(order=reversed),
     "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp": wrong(order=lambda sizes: AXES),
     "ranks that differ in dp alone; those that differ in cp have the same parameters too": wrong(data="dp"),
@@ -94,14 +94,14 @@ WRONG_GROUPS = {
     "neighbours in data, as if ep had gaps; neighbours have different experts": wrong(expert_dp=_without_gaps),
 }
 _groups = several("return a dict, of 'tp', 'data', 'ep' and 'expert_dp'", "tp", "data", "ep", "expert_dp")
-check_groups = Exercise(groups, meshes, WRONG_GROUPS, _groups)
+check_groups = Exercise(groups, meshes, _WRONG_GROUPS, _groups)
 
 
 # ------------------------------------------------------------------------------------ 2. whose gradient
 KINDS = ("matrices", "norms", "experts")
 
 
-def summed_over(kind, rank, layout, **mistakes):
+def _summed_over(kind, rank, layout, **mistakes):
     """The ranks that have a part of the gradient. A mistake names another group, for a kind or for a kind with SP."""
     groups = layout.members(rank)
     for axis in ("data", "expert_dp"):
@@ -112,12 +112,12 @@ def summed_over(kind, rank, layout, **mistakes):
     return groups[mistakes.get(kind + "_with_SP" * layout.sequence_parallel, mistakes.get(kind, name))]
 
 
-def a_rank_of_layouts(rng):
+def _a_rank_of_layouts(rng):
     tp = rng.choice([2, 4])
     return [(rng.randrange(16 * tp), tp)]
 
 
-def watch_kinds(answer, rank, tp):
+def _watch_kinds(answer, rank, tp):
     """Each kind, with and without sequence parallelism."""
     seen = {}
     for sequence_parallel in (True, False):
@@ -128,8 +128,8 @@ def watch_kinds(answer, rank, tp):
     return seen
 
 
-wrong = partial(partial, summed_over)
-WRONG_KINDS = {
+wrong = partial(partial, _summed_over)
+_WRONG_KINDS = {
     "dp alone: ranks of cp have the same parameters and saw other tokens": wrong(matrices="dp"),
     "every rank of the stage: those of other tp ranks hold another part of the matrix": wrong(matrices="data x tp"),
     "tp alone: the other ranks of data saw other sequences": wrong(norms="tp"),
@@ -145,9 +145,9 @@ WRONG_KINDS = {
     "these brought their tokens already; the same experts are elsewhere": wrong(experts="ep"),
     "experts are cut over tp, as matrices are: other ranks of tp hold another part": wrong(experts="expert_dp x tp"),
     "ranks of other stages have other layers, and no part of this one": wrong(**dict.fromkeys(KINDS, "world")),
-    "this rank's own part counts too": lambda kind, rank, layout: {*summed_over(kind, rank, layout)} - {rank},
+    "this rank's own part counts too": lambda kind, rank, layout: {*_summed_over(kind, rank, layout)} - {rank},
 }
-check_summed_over = Exercise(summed_over, a_rank_of_layouts, WRONG_KINDS, watch_kinds)
+check_summed_over = Exercise(_summed_over, _a_rank_of_layouts, _WRONG_KINDS, _watch_kinds)
 
 
 # ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
@@ -204,7 +204,7 @@ check_pp_and_zero3 = Exercise(
 
 
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
-def smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False):
+def _smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False):
     """(tp, pp, dp), powers of two; None if nothing fits. Mistakes: sharded of the 16 bytes, pp first, over all GPUs."""
     cut = 1
     while cut <= gpus:
@@ -227,37 +227,37 @@ def clusters(rng):
     return cases
 
 
-def watch_cut(answer, numel, gpus, per_node, limit):
+def _watch_cut(answer, numel, gpus, per_node, limit):
     cut = answer(numel, gpus, per_node, limit)
     return {"(tp, pp, dp)": "that nothing fits" if cut is None else cut}
 
 
 def _one_node(numel, gpus, per_node, limit):
-    cut = smallest_cut(numel, gpus, per_node, limit)
+    cut = _smallest_cut(numel, gpus, per_node, limit)
     return cut if cut and cut[1] == 1 else None
 
 
 def _dp_without_pp(numel, gpus, per_node, limit):
-    cut = smallest_cut(numel, gpus, per_node, limit)
+    cut = _smallest_cut(numel, gpus, per_node, limit)
     return cut and (*cut[:2], gpus // cut[0])
 
 
 def _largest(numel, gpus, per_node, limit):
-    return smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
+    return _smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
 
 
-wrong = partial(partial, smallest_cut)
-WRONG_CUT = {
+wrong = partial(partial, _smallest_cut)
+_WRONG_CUT = {
     "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": wrong(sharded=0),
-    "tp must stay inside a node": lambda numel, gpus, per_node, limit: smallest_cut(numel, gpus, gpus, limit),
+    "tp must stay inside a node": lambda numel, gpus, per_node, limit: _smallest_cut(numel, gpus, gpus, limit),
     "it fits, but a smaller cut fits too: more of the GPUs can be dp": _largest,
     "of equal cuts the one with the larger tp, as far as a node goes": wrong(pp_first=True),
     "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": wrong(sharded=16),
     "dp is what tp and pp leave: the more they cut, the less there is to shard over": wrong(dp_is_all=True),
     "nothing fits, whatever is cut": lambda numel, gpus, per_node, limit: (
-        smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
+        _smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
     ),
     "a cut over more than a node fits, and your function says that nothing does": _one_node,
     "its product is not the number of GPUs: dp is what tp and pp together leave": _dp_without_pp,
 }
-check_smallest_cut = Exercise(smallest_cut, clusters, WRONG_CUT, watch_cut)
+check_smallest_cut = Exercise(_smallest_cut, clusters, _WRONG_CUT, _watch_cut)

@@ -25,7 +25,7 @@ KINDS = ("matrices", "norms", "experts")
 
 
 # ------------------------------------------------------------------------------------ 5. a combination, fixed
-def sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lambda group, layout: 1):
+def _sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lambda group, layout: 1):
     """Sums each kind over its groups, "" over none. A mistake names others, the divisor divides."""
     norms = "data tp" if layout.sequence_parallel else "data"
     over = {"matrices": "data", "norms": norms, "experts": "expert_dp"} | mistake(layout)
@@ -36,7 +36,7 @@ def sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lamb
             grad /= divisor(groups.expert_dp if kind == "experts" else groups.data, layout)
 
 
-def sums_in_one_flat(of_kind, groups, layout):
+def _sums_in_one_flat(of_kind, groups, layout):
     """All gradients of a kind side by side; torch's all-reduce, over tp first."""
     for kind, grads in of_kind.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads]) if grads else torch.empty(0)
@@ -75,7 +75,7 @@ def _after_backward(text, seed):
     return engine, parts, {name: param.grad for name, param in model.named_parameters()}
 
 
-def watch_sums(answer, layout, seed):
+def _watch_sums(answer, layout, seed):
     """By kind, how far each whole gradient is from that of one process."""
     engine, parts, want = _after_backward(layout, seed)
     of_kind = {kind: [] for kind in KINDS}
@@ -92,7 +92,7 @@ def watch_sums(answer, layout, seed):
     return seen
 
 
-wrong = partial(partial, sum_by_kind)
+wrong = partial(partial, _sum_by_kind)
 DIVIDED = "each rank's loss is a share of the mean already, nothing is divided"
 WRONG_SUMS = {
     f"as many times too short as its group has ranks; {DIVIDED}": wrong(divisor=lambda group, layout: group.size()),
@@ -119,7 +119,7 @@ WRONG_SUMS = {
     "the tokens of the other ranks of cp are missing": wrong(mistake=lambda layout: {"matrices": "dp"}),
 }
 check_combined_sums = Exercise(
-    sum_by_kind, combinations, WRONG_SUMS, watch_sums, right=sums_in_one_flat, ranks=True, seconds=30.0
+    _sum_by_kind, combinations, WRONG_SUMS, _watch_sums, right=_sums_in_one_flat, ranks=True, seconds=30.0
 )
 
 
@@ -131,7 +131,7 @@ def norm(held, layout, world, power=2, end=lambda squares, world: all_reduce(squ
     return end(sum(g.square().sum() / copies[kind] ** (power / 2) for kind, g in held.items()), world)
 
 
-def norm_of_scaled(held, layout, world):
+def _norm_of_scaled(held, layout, world):
     """Gradients divided by the root of their copies, laid end to end; the lengths of all ranks are gathered."""
     copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
     mine = torch.linalg.vector_norm(torch.cat([grad.flatten() / copies[kind] ** 0.5 for kind, grad in held.items()]))
@@ -146,7 +146,7 @@ def layouts(rng):
     return [(WORLD, text, seed, size) for text in ("dp=2,tp=2,sequence_parallel=true", *texts)]
 
 
-def watch_norm(answer, layout, seed, size):
+def _watch_norm(answer, layout, seed, size):
     """Ranks that hold the same parameter have the same numbers."""
     layout, rank = Layout.parse(layout), dist.get_rank()
     tp, ep = layout.mesh.coordinates(rank)["tp"], layout.members(rank)["ep"].index(rank)
@@ -155,28 +155,30 @@ def watch_norm(answer, layout, seed, size):
     return {"the norm": answer(held, layout, dist.group.WORLD)}
 
 
-def wrong_copies(*kinds, copies):
+def _wrong_copies(*kinds, copies):
     return partial(norm, **dict.fromkeys(kinds, copies))
 
 
 wrong = partial(partial, norm)
-WRONG_NORM = {
-    "what several ranks hold is counted as often": wrong_copies(*KINDS, copies=lambda layout: 1),
+_WRONG_NORM = {
+    "what several ranks hold is counted as often": _wrong_copies(*KINDS, copies=lambda layout: 1),
     "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
-    "parallelism only says over whom their gradient is summed": wrong_copies(
+    "parallelism only says over whom their gradient is summed": _wrong_copies(
         "norms", copies=lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
     ),
-    "norms are on the ranks of tp as well, and counted there again": wrong_copies(
+    "norms are on the ranks of tp as well, and counted there again": _wrong_copies(
         "norms", copies=lambda layout: layout.data_size
     ),
-    "an expert is on expert_dp ranks, not all of data": wrong_copies("experts", copies=lambda layout: layout.data_size),
-    "ep says over how many ranks the experts are spread; the same ones are on expert_dp": wrong_copies(
+    "an expert is on expert_dp ranks, not all of data": _wrong_copies(
+        "experts", copies=lambda layout: layout.data_size
+    ),
+    "ep says over how many ranks the experts are spread; the same ones are on expert_dp": _wrong_copies(
         "experts", copies=lambda layout: layout.ep
     ),
-    "experts are cut over tp, as matrices are: ranks of tp hold other parts": wrong_copies(
+    "experts are cut over tp, as matrices are: ranks of tp hold other parts": _wrong_copies(
         "experts", copies=lambda layout: layout.expert_dp * layout.tp
     ),
-    "not all that a rank holds is on every rank: each kind has its own number of copies": wrong_copies(
+    "not all that a rank holds is on every rank: each kind has its own number of copies": _wrong_copies(
         *KINDS, copies=lambda layout: layout.world_size
     ),
     "ranks of cp have the same parameters too: data is dp times cp": wrong(
@@ -187,5 +189,5 @@ WRONG_NORM = {
     "the square of the norm": wrong(end=all_reduce),
     "of this rank's part alone; the other parts are on other ranks": wrong(end=lambda squares, world: squares.sqrt()),
 }
-SAYS_NORM = {"the norm": "return a tensor of one element, as torch's sum and sqrt give"}
-check_norm = Exercise(norm, layouts, WRONG_NORM, watch_norm, SAYS_NORM, right=norm_of_scaled, ranks=True)
+_SAYS_NORM = {"the norm": "return a tensor of one element, as torch's sum and sqrt give"}
+check_norm = Exercise(norm, layouts, _WRONG_NORM, _watch_norm, _SAYS_NORM, right=_norm_of_scaled, ranks=True)

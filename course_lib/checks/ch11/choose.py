@@ -17,14 +17,14 @@ TRIES, GOOD_SHARE = 3, 0.85
 
 
 # ------------------------------------------------------------------------------------ 3. yield
-def yield_of(predicted, measured, k, best=max, of_first=max, highest=1):
+def _yield_of(predicted, measured, k, best=max, of_first=max, highest=1):
     """The share of the best that the fastest of the k best predicted runs reached. A mistake: another best, or another
     of the first; highest = -1 begins with the lowest predictions."""
     first = sorted(range(len(predicted)), key=lambda index: -highest * predicted[index])[:k]
     return of_first([measured[index] for index in first]) / best(measured)
 
 
-_of_the_last = partial(yield_of, of_first=lambda tries: tries[-1])
+_of_the_last = partial(_yield_of, of_first=lambda tries: tries[-1])
 
 
 def runs(rng):
@@ -33,33 +33,33 @@ def runs(rng):
         while True:
             measured = [float(rng.randrange(100, 7000)) for _ in range(9)]
             predicted = [speed * rng.randrange(40, 180) / 100 for speed in measured]
-            reached = yield_of(predicted, measured, k)
-            worse = [yield_of(predicted, measured, 1)] * (k > 1) + [_of_the_last(predicted, measured, k)] * (k > 2)
+            reached = _yield_of(predicted, measured, k)
+            worse = [_yield_of(predicted, measured, 1)] * (k > 1) + [_of_the_last(predicted, measured, k)] * (k > 2)
             if max([0.0, *worse]) < reached < 0.95:
                 break
         cases.append((predicted, measured, k))
     return cases
 
 
-wrong = partial(partial, yield_of)
-WRONG_YIELD = {
-    "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: yield_of(
+wrong = partial(partial, _yield_of)
+_WRONG_YIELD = {
+    "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: _yield_of(
         predicted, measured, k, best=lambda measured: max(predicted)
     ),
     "what counts is the measured speed of the choice, not its predicted one": lambda predicted, measured, k: (
         max(predicted) / max(measured)
     ),
-    "you may measure k runs and keep the fastest": lambda predicted, measured, k: yield_of(predicted, measured, 1),
+    "you may measure k runs and keep the fastest": lambda predicted, measured, k: _yield_of(predicted, measured, 1),
     "keep the fastest of the k tries; this is their mean": wrong(of_first=mean),
     "of the k tries the fastest counts, not the last": _of_the_last,
     "the k tries have the highest predictions, not the lowest": wrong(highest=-1),
     "choose by prediction: whoever knows the measurements needs no planner": lambda predicted, measured, k: 1.0,
 }
-check_yield = Exercise(yield_of, runs, WRONG_YIELD)
+check_yield = Exercise(_yield_of, runs, _WRONG_YIELD)
 
 
 # ------------------------------------------------------------------------------------ 4. a margin
-def margin_of(predicted, measured, share, factor=lambda ratios, index: sorted(ratios)[index]):
+def _margin_of(predicted, measured, share, factor=lambda ratios, index: sorted(ratios)[index]):
     """The smallest factor on predictions that covers at least that share of the runs. A mistake takes another one."""
     ratios = [real / told for real, told in zip(measured, predicted, strict=True)]
     return factor(ratios, math.ceil(share * len(ratios) - 1e-9) - 1)
@@ -78,9 +78,9 @@ def shares(rng):
     return cases
 
 
-wrong = partial(partial, margin_of)
-WRONG_MARGIN = {
-    "measured over predicted, not predicted over measured": lambda predicted, measured, share: margin_of(
+wrong = partial(partial, _margin_of)
+_WRONG_MARGIN = {
+    "measured over predicted, not predicted over measured": lambda predicted, measured, share: _margin_of(
         measured, predicted, share
     ),
     "this covers every run; a share of them is asked": wrong(factor=lambda ratios, index: max(ratios)),
@@ -89,7 +89,7 @@ WRONG_MARGIN = {
     "this covers one run too few": wrong(factor=lambda ratios, index: sorted(ratios)[index - 1]),
     "sort upwards: the smallest first": wrong(factor=lambda ratios, index: sorted(ratios, reverse=True)[index]),
 }
-check_margin = Exercise(margin_of, shares, WRONG_MARGIN)
+check_margin = Exercise(_margin_of, shares, _WRONG_MARGIN)
 
 
 # ------------------------------------------------------------------------------------ 5. a choice under a limit
@@ -121,13 +121,13 @@ def advice(job: Job, layouts: list[Layout], limit_gb: float) -> Layout:
 
 
 # Ranges of limits in GB. In each some fixed margins fail, and no factor on predictions is right in all of a model's.
-LIMITS = {
+_LIMITS = {
     ("8B", 64): ((52.3, 52.8), (41.3, 42.0), (45.0, 49.0)),  # above 0.94 out of memory; below 0.92 slow; no margin slow
     ("80B", 128): ((41.6, 42.4), (66.5, 67.4), (54.5, 58.0)),  # below 0.97 slow; below 0.95 slow; below 0.71 slow
 }
 
 
-def with_a_safe_try(job, layouts, limit_gb, measure):
+def _with_a_safe_try(job, layouts, limit_gb, measure):
     """Two tries are predicted to fit, the third far below the limit."""
     options = _fastest_first(job, layouts)
     tries = [one.layout for one in options if one.memory_bytes / GB <= limit_gb][:2]
@@ -160,14 +160,14 @@ def _leanest(job, layouts, limit_gb, measure):
 def clusters(rng):
     """Six choices in one case: two measured jobs, limits drawn afresh."""
     cases = []
-    for of_job, ranges in LIMITS.items():
+    for of_job, ranges in _LIMITS.items():
         for limit_gb in [rng.uniform(*ends) for ends in ranges]:
             runs = measured_runs(*of_job)
             cases.append((measured_job(*of_job), rng.sample(runs, len(runs)), limit_gb))
     return [(cases,)]
 
 
-def watch_choices(answer, cases):
+def _watch_choices(answer, cases):
     """Never more than the limit, nearly the best, and better than the planner's advice."""
     reached, advised, asked = [], [], 0
     for job, runs, limit_gb in cases:
@@ -201,11 +201,11 @@ def watch_choices(answer, cases):
     }
 
 
-WRONG_CHOOSE = {
+_WRONG_CHOOSE = {
     "out of memory": Stops(lambda job, layouts, limit_gb, measure: advice(job, layouts, limit_gb)),
     "spend the three runs on the first that may fit": Stops(_leanest),
     "no fixed margin on predictions": Stops(with_a_margin(0.9)),
     "the cluster is free for 3 short runs": Stops(lambda job, layouts, limit_gb, measure: max(layouts, key=measure)),
     "return one of the layouts": Stops(lambda job, layouts, limit_gb, measure: work_out(job, layouts[0])),
 }
-check_choose = Exercise(with_a_safe_try, clusters, WRONG_CHOOSE, watch_choices)
+check_choose = Exercise(_with_a_safe_try, clusters, _WRONG_CHOOSE, _watch_choices)

@@ -28,7 +28,7 @@ def models(rng):
 
 
 wrong = partial(partial, estimate)
-WRONG_ESTIMATE = {
+_WRONG_ESTIMATE = {
     "2 psi is the forward pass alone; training needs 6": wrong(of_parameter=2),
     "attention's scores need FLOPs too: 12 L D S per token": wrong(of_score=0),
     "attention's scores count forward and backward: 12 L D S, not 4": wrong(of_score=4),
@@ -38,7 +38,7 @@ WRONG_ESTIMATE = {
     "days, not seconds: a day has 86,400 seconds": wrong(day_s=1),
 }
 check_estimate = Exercise(
-    estimate, models, WRONG_ESTIMATE, several("return two numbers, (tokens_per_s, days)", "tokens/s", "days")
+    estimate, models, _WRONG_ESTIMATE, several("return two numbers, (tokens_per_s, days)", "tokens/s", "days")
 )
 
 
@@ -80,13 +80,13 @@ def _mfu_by_gpus(rng, rises):
     return {n: found[n] for n in rng.sample(list(found), len(found))}
 
 
-def watch_deadline(answer, mfu_of, flops_per_token, tokens, peak, days):
+def _watch_deadline(answer, mfu_of, flops_per_token, tokens, peak, days):
     num_gpus = answer(mfu_of, flops_per_token, tokens, peak, days)
     return {"GPUs": "None" if num_gpus is None else int(num_gpus)}
 
 
 wrong = partial(partial, deadline)
-WRONG_DEADLINE = {
+_WRONG_DEADLINE = {
     "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": wrong(by=lambda n, days: days),
     "the cheapest of all is too late": wrong(late=False),
     "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": wrong(by=lambda n, days: n),
@@ -94,4 +94,4 @@ WRONG_DEADLINE = {
     "the largest number of GPUs is neither the fastest nor the cheapest": wrong(by=lambda n, days: -n, late=False),
     "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
 }
-check_deadline = Exercise(deadline, clusters, WRONG_DEADLINE, watch_deadline)
+check_deadline = Exercise(deadline, clusters, _WRONG_DEADLINE, _watch_deadline)

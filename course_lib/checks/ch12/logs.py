@@ -69,7 +69,7 @@ def jobs(rng):
 
 
 wrong = partial(partial, goodput)
-WRONG_GOODPUT = {
+_WRONG_GOODPUT = {
     "a save that was begun and not finished keeps nothing; only `saved` counts": [
         wrong(complete="saving"),
         wrong(complete="saving", once=True),
@@ -81,14 +81,14 @@ WRONG_GOODPUT = {
     ),
     "after the last failure nobody computed lost steps again: nothing takes their place": wrong(drop=False, once=True),
 }
-check_goodput = Exercise(goodput, jobs, WRONG_GOODPUT, lambda answer, job, lines: {"the goodput": answer(lines)})
+check_goodput = Exercise(goodput, jobs, _WRONG_GOODPUT, lambda answer, job, lines: {"the goodput": answer(lines)})
 
 
 # ------------------------------------------------------------------------------------ 5. two runs
 KINDS = ("tokens", "loss", "grad_norm")
 
 
-def first_difference(first, second, tolerance=1e-6, by_rank=False, of_two_lines=-1):
+def _first_difference(first, second, tolerance=1e-6, by_rank=False, of_two_lines=-1):
     """(step, rank, kind) where two runs begin to differ, or None; of a step with two lines the last one counts.
 
     by_rank   looks for a rank before a kind
@@ -150,15 +150,15 @@ def _text(lines):
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def watch_difference(answer, runs, first, second):
+def _watch_difference(answer, runs, first, second):
     found = answer(first, second)
     return {"(step, rank, kind)": "None" if found is None else found}
 
 
-wrong = partial(partial, first_difference)
-WRONG_RUNS = {
+wrong = partial(partial, _first_difference)
+_WRONG_RUNS = {
     "the gradient norm, a sum over ranks, differs on all; look for the kind before the rank": wrong(by_rank=True),
     "differences of a billionth are rounding; compare numbers to 1e-6 of their size": wrong(tolerance=0.0),
     "of a step with two lines, the last one counts": wrong(of_two_lines=0),
 }
-check_disagreement = Exercise(first_difference, runs, WRONG_RUNS, watch_difference)
+check_disagreement = Exercise(_first_difference, runs, _WRONG_RUNS, _watch_difference)

@@ -21,7 +21,7 @@ def interval(mtbf_of_gpu_s, num_gpus, save_s, two=2, lost=0.5, saves=1):
 
 
 wrong = partial(partial, interval)
-WRONG_INTERVAL = {
+_WRONG_INTERVAL = {
     "a job fails when any of its GPUs fails: divide by the number of GPUs": (
         lambda mtbf_of_gpu_s, num_gpus, save_s: interval(mtbf_of_gpu_s, 1, save_s)
     ),
@@ -32,7 +32,7 @@ WRONG_INTERVAL = {
 check_interval = Exercise(
     interval,
     lambda rng: [(rng.randrange(10**7, 10**9), rng.randrange(100, 20_000), rng.randrange(5, 90)) for _ in range(3)],
-    WRONG_INTERVAL,
+    _WRONG_INTERVAL,
     several("return two numbers, the interval in seconds and the share of the time", "the interval", "its share"),
 )
 
@@ -50,7 +50,7 @@ def failures(rng):
 
 
 wrong = partial(partial, restart)
-WRONG_RESTART = {
+_WRONG_RESTART = {
     "the checkpoint that was due then is not written": wrong(before=1),
     "the failed step was computed too, and is computed again": wrong(again=0),
     "the steps below it are in the checkpoint; go on with the next": lambda failed, every: (
@@ -59,7 +59,7 @@ WRONG_RESTART = {
     ),
 }
 _steps = several("return two numbers, (first step, steps computed again)", "the first step", "steps computed again")
-check_restart = Exercise(restart, failures, WRONG_RESTART, _steps)
+check_restart = Exercise(restart, failures, _WRONG_RESTART, _steps)
 
 
 # ------------------------------------------------------------------------------------ 3. fewer ranks
@@ -78,12 +78,12 @@ def clusters(rng):
     return [possible, (24, 12, 2, 2, 1), (16, 6, 4, 1, 1), (16, 12, 2, 2, 1), (8, 2, 4, 1, 1), (2, 8, 2, 1, 1)]
 
 
-def watch_micro_batches(answer, sequences, ranks, tp, pp, micro_batch):
+def _watch_micro_batches(answer, sequences, ranks, tp, pp, micro_batch):
     count = answer(sequences, ranks, tp, pp, micro_batch)
     return {"the number": "None" if count is None else count}
 
 
-WRONG_FEWER = {
+_WRONG_FEWER = {
     "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
         sequences // (ranks * micro_batch)
     ),
@@ -93,8 +93,8 @@ WRONG_FEWER = {
         lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
     ],
 }
-SAYS_FEWER = {"the number": "is None where the ranks or the sequences do not divide"}
-check_fewer_ranks = Exercise(micro_batches_of, clusters, WRONG_FEWER, watch_micro_batches, SAYS_FEWER)
+_SAYS_FEWER = {"the number": "is None where the ranks or the sequences do not divide"}
+check_fewer_ranks = Exercise(micro_batches_of, clusters, _WRONG_FEWER, _watch_micro_batches, _SAYS_FEWER)
 
 
 # ------------------------------------------------------------------------------------ 6. the slow rank
@@ -106,7 +106,7 @@ def slow_rank(seconds, group, of_rank=median, of_others=None):
     return slowest if known[slowest] > 1.5 * (of_others(known) if of_others else others) else None
 
 
-def slow_by_sum(seconds, group):
+def _slow_by_sum(seconds, group):
     row = torch.zeros(dist.get_world_size(group), dtype=torch.float64)
     row[dist.get_rank(group)] = median(seconds)
     dist.all_reduce(row, group=group)
@@ -115,7 +115,7 @@ def slow_by_sum(seconds, group):
     return slowest if row[slowest] > 1.5 * others else None
 
 
-def seconds_of_steps(rng):
+def _seconds_of_steps(rng):
     size = rng.choice([3, 4])
     slow = rng.randrange(1, size)
     usual = [[0.1 + 0.01 * rng.random() for _ in range(7)] for _ in range(size)]
@@ -138,13 +138,13 @@ def seconds_of_steps(rng):
     return [(size, name, Each(of_ranks)) for name, of_ranks in rows.items()]
 
 
-def watch_slow(answer, ranks, seconds):
+def _watch_slow(answer, ranks, seconds):
     found = answer(list(seconds[dist.get_rank()]), dist.group.WORLD)
     return {"the slow rank": "None" if found is None else found}
 
 
 wrong = partial(partial, slow_rank)
-WRONG_SLOW = {
+_WRONG_SLOW = {
     "a single slow step is no slow rank; compare medians": wrong(of_rank=mean),
     "compare with the others, not with a fixed time": wrong(of_others=lambda known: 0.1),
     "the ranks answer otherwise; all must name the same: let them tell each other their medians": (
@@ -153,7 +153,7 @@ WRONG_SLOW = {
     "compare with the median of the other ranks' medians; with its own among them, a slow rank raises what it is "
     "compared with": wrong(of_others=median),
 }
-SAYS_SLOW = {"the slow rank": "all ranks must name the same, and None if none is slow"}
+_SAYS_SLOW = {"the slow rank": "all ranks must name the same, and None if none is slow"}
 check_slow_rank = Exercise(
-    slow_rank, seconds_of_steps, WRONG_SLOW, watch_slow, SAYS_SLOW, right=slow_by_sum, ranks=True
+    slow_rank, _seconds_of_steps, _WRONG_SLOW, _watch_slow, _SAYS_SLOW, right=_slow_by_sum, ranks=True
 )
