@@ -202,6 +202,14 @@ def test_make_lab_takes_the_build_without_cuda_only_where_it_is_asked_for(flag, 
     assert (PYTORCH_CPU in shown) == bool(flag)
 
 
+def test_lessons_with_two_threads_run_one_at_a_time():
+    """On two cores several kernels of two threads each would wait for each other by spinning."""
+    command = ["make", "--dry-run", "test-processors", "VENV=", f"PYTHON={sys.executable}", "WORKERS=2"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    runs = re.findall(r"OMP_NUM_THREADS=(\d+) .* -n (\d+) --dist", shown)
+    assert sorted(runs) == [("1", "3")] * 3 + [("2", "1")] * 3
+
+
 def test_the_readme_and_the_makefile_tell_the_same_sizes_of_pytorch():
     readme = re.search(r"brings CUDA, some (\S+) GB; .* `make lab CPU=1` .* some (\S+) GB", README).groups()
     assert readme == re.search(r"CPU=1: .* (\S+) GB in place of some (\S+) GB", MAKEFILE).groups()[::-1]

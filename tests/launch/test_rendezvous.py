@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import devices
+from course_lib.authoring import ROOT
 from course_lib.launch import _network, _processes, launch, rendezvous
 from course_lib.launch.rendezvous import (
     Place,
@@ -191,19 +192,23 @@ def test_ranks_that_start_again_do_not_look_for_those_that_died_in_a_store_that_
         assert list(launch(joined_through_an_agents_store, 2, store.port, attempt, timeout=60)) == [2.0, 2.0]
 
 
-def joined_without_an_agent(port: int) -> float:
+def joined_without_an_agent(port: int) -> tuple[float, str]:
     """In a rank: leave the world of launch, and join as two tasks of srun on one machine do, the second one late."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     time.sleep(2.0 * rank)
-    join_world(Place("srun", rank, 2, rank, 2, "127.0.0.1", port), "gloo", timeout_s=20)
+    why = join_world(Place("srun", rank, 2, rank, 2, "127.0.0.1", port), "gloo", timeout_s=20)
     sum_1 = torch.ones(1)
     dist.all_reduce(sum_1)
-    return sum_1.item()
+    return sum_1.item(), why
 
 
-def test_a_rank_that_comes_late_finds_the_store_through_which_ranks_meet():
+def test_a_rank_that_comes_late_finds_the_store_through_which_ranks_meet_and_both_say_who_else_does():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert list(launch(joined_without_an_agent, 2, port, timeout=60)) == [2.0, 2.0]
+    for total, why in launch(joined_without_an_agent, 2, port, timeout=60):
+        assert total == 2.0 and why.endswith("; who can reach the ranks' ports: docs/SHARED_MACHINES.md"), why
+    page = " ".join((ROOT / rendezvous.SHARED).read_text(encoding="utf-8").split())
+    assert "Ranks that share the machine's network: who has a login there can connect to their loopback ports" in page
+    assert "all ranks that torchrun, accelerate or srun start (the first line of such a run names this page)" in page

@@ -160,6 +160,8 @@ def test_accelerate_launch_runs_it_and_one_process_of_its_cpu_flag_is_told_what_
         wait_until(lambda: run.poll() is not None and alone.poll() is not None, seen)
     said = (tmp_path / "run.txt").read_text()
     assert run.returncode == 0 and "started by accelerate" in said, said
+    first = next(line for line in said.splitlines() if "started by" in line)
+    assert "who can reach the ranks' ports: docs/SHARED_MACHINES.md" in first
     losses = run_logs.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "dp=2")
     said = (tmp_path / "alone.txt").read_text()
@@ -186,7 +188,10 @@ def test_processes_that_srun_describes_find_each_other_without_torchruns_variabl
         wait_until(lambda: all(task.poll() is not None for task in tasks), seen)
     said = [out.read_text() for out in outs]
     assert [task.returncode for task in tasks] == [0, 0], said
-    assert "started by srun" in said[0] and said[1] == ""
+    first = said[0].splitlines()[0]
+    assert (
+        first.endswith("; who can reach the ranks' ports: docs/SHARED_MACHINES.md; started by srun") and said[1] == ""
+    )
     losses = run_logs.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "tp=2")
 
