@@ -2,7 +2,7 @@
 
     job = Job(preset("llama-3.1-70b"), cluster, 64, seq_len=4096, batch_tokens=2**20, recipe="bf16-master-fp32-grads")
     choose(job).option.layout       # the first on the ladder that fits and waits for at most 5 % of the step
-    search(job).best.layout         # the fastest of all, from course_lib.plan
+    search(job).fastest.layout      # the fastest that course_lib.plan knows: plan/space.py says what it leaves out
 
 Memory and time are what `work_out` says, as the search has them; no formula of either stands here. A layout without a
 pipeline that recomputes nothing and waits for 5 % of its step is at most about 5 % slower than others with matrices as

@@ -79,10 +79,10 @@ def _no_plain_data(plan: Plan) -> list[str]:
 
 
 def _throughput(plan: Plan) -> list[str]:
-    best, fastest = plan.best, min(plan.ranked, key=lambda option: option.step_s)
+    best = plan.best
     shares = {name: seconds / best.step_s for name, seconds in best.seconds_by_part.items() if seconds > 0}
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
-    less = 1 - best.tokens_per_s / fastest.tokens_per_s
+    less = 1 - best.tokens_per_s / plan.fastest.tokens_per_s
     slow, fast = best.speed_range
     chosen = (
         f"   The fastest is predicted {less:.1%} faster: less than a model can tell. Chosen among such: not tight, a "

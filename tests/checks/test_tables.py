@@ -17,9 +17,15 @@ from course_lib.checks.table import Exercise, judge, observe, pairs
 
 pytestmark = pytest.mark.launches
 
-# Whole trainers, and a search: for make nightly; their solutions pass in the solutions' own notebooks.
-LONG = {"check_zero3", "check_zero2_buckets", "check_tensor_parallel", "check_sequence_parallel", "check_ddp"}
-LONG |= {"check_pipeline", "check_choice"}
+# Whole trainers: for make nightly; their solutions pass in the solutions' own notebooks.
+LONG = {
+    "check_zero3",
+    "check_zero2_buckets",
+    "check_tensor_parallel",
+    "check_sequence_parallel",
+    "check_ddp",
+    "check_pipeline",
+}
 ANSWERS = {grader_of(stem, name): (f"solutions/{stem}.ipynb", answer) for stem, name, answer in EXERCISES}
 
 

@@ -10,7 +10,7 @@ from course_lib.layout import Layout
 from course_lib.minimal.choose import choose
 from course_lib.plan import Job, search, work_out
 
-ENOUGH = 0.93  # of the best speed: the flow chart reaches it
+ENOUGH = 0.93  # of the fastest layout's speed: the flow chart reaches it
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 JOBS = (  # model, sequences of a step, tokens of one: what a GPU holds decides in each otherwise
     (("llama-3.2-1b", 256, 4096),),
@@ -37,10 +37,10 @@ def _layout(job, tp=1, micro_batch=1, **choices):
 
 
 def jobs(rng):
-    """Three jobs, each with the best layout of the search."""
+    """Three jobs, each with the fastest layout of the search."""
     drawn = zip(JOBS, (rng.choice([8, 16]), rng.choice([16, 32]), 64), strict=True)
     of_jobs = [(*rng.choice(known), num_gpus) for known, num_gpus in drawn]
-    return [(job, _best(job)) for job in (_job(*of_job) for of_job in of_jobs)]
+    return [(job, _fastest(job)) for job in (_job(*of_job) for of_job in of_jobs)]
 
 
 def _job(model, sequences, seq_len, num_gpus):
@@ -48,12 +48,12 @@ def _job(model, sequences, seq_len, num_gpus):
 
 
 @lru_cache
-def _best(job: Job) -> Estimate:
-    return search(job, enough=1).best
+def _fastest(job: Job) -> Estimate:
+    return search(job, enough=1).fastest
 
 
-def watch(answer, job: Job, best: Estimate) -> dict:
-    """Whether the layout divides, meets the global batch, fits, and is nearly as fast as the search's best."""
+def watch(answer, job: Job, fastest: Estimate) -> dict:
+    """Whether the layout divides, meets the global batch, fits, and is nearly as fast as the search's fastest."""
     layout = answer(job)
     where = f"{job.config.name} on {job.num_gpus} GPUs, {job.sequences} sequences of {job.seq_len} tokens"
     if not isinstance(layout, Layout):
@@ -62,17 +62,17 @@ def watch(answer, job: Job, best: Estimate) -> dict:
         option = work_out(job, layout)
     except ValueError as error:
         return {"error": f"impossible\n{where}: {error}"}
-    room, share = (option.usable_bytes - option.memory_bytes) / GB, best.step_s / option.step_s
+    room, share = (option.usable_bytes - option.memory_bytes) / GB, fastest.step_s / option.step_s
     if not option.fits:
         return {"error": f"too large\n{where}: {layout} does not fit by {-room:.1f} GB; {option.memory_in_words}"}
     if share < ENOUGH:
-        slower = f"it is {1 - share:.0%} slower than the best of the search, because {_why(option, best)}"
+        slower = f"it is {1 - share:.0%} slower than the fastest of the search, because {_why(option, fastest)}"
         return {"error": f"too slow\n{where}: {layout} fits, with {room:.1f} GB left; {slower}"}
     return {}
 
 
-def _why(option: Estimate, best: Estimate) -> str:
-    more = {part: s - best.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
+def _why(option: Estimate, fastest: Estimate) -> str:
+    more = {part: s - fastest.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
     return _BECAUSE.get(max(more, key=more.get), "experts' rows travel too far")
 
 
