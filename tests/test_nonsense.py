@@ -35,12 +35,12 @@ from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import LoRA, StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
-from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
 from course_lib.run import Run
 from course_lib.schedules import make, simulate
 from course_lib.span import Span
 from course_lib.timing.failures import Failures
+from course_lib.traffic.synthetic_routing import synthetic_routing
 from course_lib.validate import checked
 
 LIMIT_S = 2.0  # of CPU time, refused or done; usually milliseconds
@@ -213,7 +213,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "layout.experts": {"capacity_of": {"num_tokens": 8, "capacity_factor": 1.0}},
     "layout.record": {},
-    "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
+    "traffic.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
     "traffic.collectives": {
         "Call": {"place": "gradients", "collective": "all_reduce", "group_size": 2},
         **{name: {"calls": CALLS} for name in ("sent_bytes", "by_collective", "call_counts")},
