@@ -27,15 +27,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
-from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace
+from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace, cross_entropy
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
@@ -45,12 +43,6 @@ from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_
 
 FAMILIES = ("llama", "gpt")
 _TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
-
-
-def cross_entropy(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
-    """Cross-entropy of each token, in float32 at least."""
-    logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
-    return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="none").view_as(y_Bs)
 
 
 # --- a model
@@ -81,14 +73,17 @@ class ContextParallel(ModelEngine):
 
     def __init__(self, module: nn.Module, context: Context) -> None:
         super().__init__(module, context.trace)
-        self.context = context
+        self.context, self.loss_group = context, context.group
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
         check_micro_batches(self, micro_batches)
         return super().count_tokens(micro_batches)
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+        """The losses of my tokens alone: those of all ranks are of all tokens."""
+        positions_s = self.context.positions(x_BS.shape[1]).to(x_BS.device)
+        logits_BsV = self(x_BS[:, positions_s], positions_s)
+        return self.context.token_losses(logits_BsV, y_BS[:, positions_s])
 
     def finish(self) -> None:
         """Sums each rank's gradients of its tokens' losses.
@@ -96,9 +91,6 @@ class ContextParallel(ModelEngine):
         Bytes    beside those of attention: 2 (cp - 1) / cp * (all gradients)
         """
         sum_gradients(self.parameters(), self.context.group)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.context.group)
 
 
 def build(
@@ -203,14 +195,7 @@ def _check_cuttable(
             check_ulysses(*heads, cp_size // outer)
 
 
-# --- tokens, positions and the loss
-
-
-def loss_of(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-    """My tokens' part of the mean loss: their sum over the number of all tokens. The sum over ranks is the mean."""
-    positions_s = engine.context.positions(x_BS.shape[1]).to(x_BS.device)
-    logits_BsV = engine(x_BS[:, positions_s], positions_s)
-    return engine.context.token_losses(logits_BsV, y_BS[:, positions_s]).sum() / y_BS.numel()
+# --- micro-batches
 
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:

@@ -261,12 +261,12 @@ def sums_no_tied_gradient():
 
 @contextmanager
 def takes_micro_batches_as_equal():
-    share_of_loss = executor.StageRunner.share_of_loss
+    token_losses = executor.StageRunner.token_losses
 
     def wrong(work, logits, y_BS):
-        return share_of_loss(work, logits, y_BS) * (9.0 / y_BS.numel())
+        return token_losses(work, logits, y_BS) * (9.0 / y_BS.numel())
 
-    with patch.object(executor.StageRunner, "share_of_loss", wrong):
+    with patch.object(executor.StageRunner, "token_losses", wrong):
         yield
 
 
