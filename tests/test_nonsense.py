@@ -24,7 +24,7 @@ import course_lib
 from course_lib import traffic
 from course_lib.claims import ledger
 from course_lib.cluster import Site
-from course_lib.compare.profile import Row
+from course_lib.compare.profile import KindComparison
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.labs import Machine, lab_named
@@ -263,7 +263,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "train.watch": {
         **dict.fromkeys(("look", "read_run"), "read the logs in a folder"),
-        "table": "called with what look returned",
+        "run_table": "called with what look returned",
     },
     "train.plan": {},
     "training.data": {},
@@ -335,7 +335,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
     },
     "plots.concepts": {"show_concept": {"name": "merge"}},
-    "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
+    "plots.comparison": {"show_comparison": {"rows": [KindComparison("parameters", 10, 9)]}},
     "plots.context": {
         "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
         "show_work": {"shardings": ["zigzag"]},

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
-from course_lib.plan import Job, Plan, explain, export, search, table
+from course_lib.plan import Job, Plan, explain, export, options_table, search
 from course_lib.plan.config_files import WRITERS
 from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
@@ -112,12 +112,12 @@ def lines(found: Plan, show: int) -> list[str]:
         f"recipe {job.recipe}; engine {job.engine}; seconds are modelled, docs/PREDICTOR.md has the errors",
         *dict.fromkeys(option.note for option in found.ranked[:1] if option.note),
         "",
-        *table(one_of_each_kind(found.ranked)[:show], found.best),
+        *options_table(one_of_each_kind(found.ranked)[:show], found.best),
         "",
         *explain(found),
         "",
         "Less memory for less throughput, of these: none beats another in both.",
-        *table(found.front[:show]),
+        *options_table(found.front[:show]),
     ]
 
 

@@ -129,7 +129,7 @@ RECOMPUTE = Panel(
 SHOWN = ("fp32", "bf16", "fp16")
 
 
-def verdict(weight: float, update: float, after: float) -> str:
+def outcome(weight: float, update: float, after: float) -> str:
     """Say what became of an update that was added to a weight, all three as stored."""
     if math.inf in (weight, update, after):
         return "overflows"
@@ -155,7 +155,7 @@ def _draw_precision(weight: float, update: float) -> Shown:
     for name in SHOWN:
         stored, change, after = add(name, weight, update)
         rows[name] = [Box(math.log10(FORMATS[name].smallest), math.log10(FORMATS[name].largest), "range")]
-        notes[name] = verdict(stored, change, after)
+        notes[name] = outcome(stored, change, after)
         said.append(f"{name}: {stored:.6g} + {change:.4g} gives {after:.9g}, {notes[name]}.")
     marks = {f"weight {weight:g}": math.log10(weight), f"update {update:g}": math.log10(update)}
     title = "Numbers of each format, by their power of ten"

@@ -130,7 +130,7 @@ def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Simulation:
     return min(found, key=lambda best: (best.makespan_s, sum(best.peak_live)))
 
 
-def judge(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
+def judge_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
     """Return the chart of what can run, and mistakes, what is missing, or how good it is.
 
     Told at once are mistakes that nothing placed later can mend; what is merely not placed yet is none.
@@ -184,7 +184,7 @@ PUZZLE = Panel(
         f"rank{rank}": Control(f"rank {rank}", named(f"{op}{i}" for op in "FBIW" for i in range(4)), "", "words")
         for rank in range(RANKS)
     },
-    lambda **rows: judge(list(rows.values())),
+    lambda **rows: judge_rows(list(rows.values())),
     {
         "a solution": ({f"rank{rank}": words_of(row) for rank, row in enumerate(_SOLUTION)}, ""),
         "empty ranks": ({f"rank{rank}": "" for rank in range(RANKS)}, ""),

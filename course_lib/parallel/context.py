@@ -38,7 +38,7 @@ from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
-from course_lib.parallel.tiles import Exchange, Plan, block_attention
+from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 
 FAMILIES = ("llama", "gpt")
@@ -128,24 +128,24 @@ def build(
 def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
     """What takes the place of a block's own core, with its kernel: fused or standard."""
     kernel = next(name for name, function in CORES.items() if function is core)
-    plan = Plan(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
+    tiling = Tiling(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
     if context.outer_group is not None:
-        around = _core_over(Ring(context.outer_group, context.trace), plan)
+        around = _core_over(Ring(context.outer_group, context.trace), tiling)
         return ulysses_core(context.inner_group, "contiguous", around)
     if context.method == "ulysses":
         return ulysses_core(context.group, context.sequence_sharding, core)
     exchange = Ring(context.group, context.trace) if context.method == "ring" else Gathered(context.group)
-    return _core_over(exchange, plan)
+    return _core_over(exchange, tiling)
 
 
-def _core_over(exchange: Exchange, plan: Plan) -> Callable:
+def _core_over(exchange: Exchange, tiling: Tiling) -> Callable:
     """Return an attention core over the blocks of all ranks. With dropout it draws a seed each time it is called."""
 
     def over_all_ranks(
         q_BNsH: Tensor, k_BKsH: Tensor, v_BKsW: Tensor, causal: bool = True, dropout: float = 0.0
     ) -> Tensor:
         seed = torch.randint(2**62, ()).item() if dropout else 0  # of the generator that a checkpoint restores
-        this_time = replace(plan, causal=causal, dropout=dropout, seed=seed)
+        this_time = replace(tiling, causal=causal, dropout=dropout, seed=seed)
         return block_attention(q_BNsH, k_BKsH, v_BKsW, exchange, this_time)
 
     return over_all_ranks
