@@ -81,9 +81,7 @@ def test_rows_equal_a_count_token_by_token(layout, skew):
     across, inside = once_per_node_rows(experts, layout)
     for src, expert_Tk in enumerate(experts):
         for node in range(layout.num_nodes):
-            reached = sum(
-                any(layout.node_of_rank(layout.rank_of_expert(e)) == node for e in row) for row in expert_Tk.tolist()
-            )
+            reached = sum(any(layout.node_of_rank(layout.rank_of_expert(e)) == node for e in row) for row in expert_Tk)
             assert across[src][layout.relay(src, node)] == reached
         assert sum(across[src]) <= sum(per_rank[src])
     assert [sum(column) for column in zip(*inside, strict=True)] == [
