@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
+from course_lib.cli.asked import Nodes, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
 from course_lib.plan import Job, Plan, explain, export, options_table, search
@@ -34,15 +34,11 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Techniques, Device, Question):
+class PlanOptions(Techniques, Nodes, Question):
     """What a plan is asked for."""
 
     link: str = "ib-ndr400"
     """the network between nodes, such as ib-ndr400, with one port a GPU; or GB/s for each GPU"""
-    inside: str | None = None
-    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
-    per_node: int | None = None
-    """GPUs of a node; without it as many as the GPU's nodes usually have"""
     framework: str | None = None
     """rank by what `course predict` knows of a framework, such as nanotron; without it by the course's own models"""
     show: int = 5
