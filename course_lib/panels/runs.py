@@ -69,6 +69,18 @@ def compared(title: str, runs: Mapping[str, Run], chosen: str, cluster: Cluster,
     ], said
 
 
+def _possible(values: Mapping, several: Mapping[str, Mapping], chosen: str, config=None) -> dict[str, Run]:
+    """Return the run of each label with its changes of the values; of impossible ones the chosen raises ValueError."""
+    runs = {}
+    for label, changes in several.items():
+        try:
+            runs[label] = run_of({**values, **changes}, config)
+        except ValueError:
+            if label == chosen:
+                raise
+    return runs
+
+
 @lru_cache(maxsize=256)
 def sent_by_axis(run: Run) -> dict[str, int]:
     """Return what a rank of the first stage sends in a step, without the few numbers of the norm."""
@@ -133,23 +145,16 @@ MODES = {
 
 def _draw_tensor(**values) -> Shown:
     """One GPU alone, half of the chosen size of tp, that size and twice of it, as far as heads divide."""
-    tp, runs = values["tp"], {}
-    for size in sorted({1, max(1, tp // 2), tp, 2 * tp}):
-        try:
-            runs[f"tp {size}"] = run_of({**values, "tp": size})
-        except ValueError:
-            if size == tp:
-                raise
-    title = f"{values['model']}, {values['seq_len']:,} tokens"
-    return compared(title, runs, f"tp {tp}", cluster_of(values), UNHIDDEN)
+    tp, title = values["tp"], f"{values['model']}, {values['seq_len']:,} tokens"
+    sizes = {f"tp {size}": {"tp": size} for size in sorted({1, max(1, tp // 2), tp, 2 * tp})}
+    return compared(title, _possible(values, sizes, f"tp {tp}"), f"tp {tp}", cluster_of(values), UNHIDDEN)
 
 
 def _draw_sequence(**values) -> Shown:
     """One size of tp: alone, with sequence parallelism, and with inputs that are gathered again in backward."""
-    several = values["tp"] > 1  # one rank has no sequence to divide
-    runs = {mode: run_of(values | changes if several else values) for mode, changes in MODES.items()}
+    modes = MODES if values["tp"] > 1 else {mode: {} for mode in MODES}  # one rank has no sequence to divide
     title = f"{values['model']}, {values['seq_len']:,} tokens, tp {values['tp']}"
-    return compared(title, runs, values["mode"], cluster_of(values), UNHIDDEN)
+    return compared(title, _possible(values, modes, "TP"), values["mode"], cluster_of(values), UNHIDDEN)
 
 
 _WHERE = controls(micro_batch=1, recompute="none", gpu="h100", inside="nvlink4", between="efa")
@@ -168,16 +173,11 @@ def _draw_context(**values) -> Shown:
     """Memory and a step without cp, and by each method that is possible: tp with SP inside, ZeRO-1 over cp's ranks."""
     cp, config = values["cp"], for_length(preset(values["model"]), values["seq_len"])
     base = values | {"zero_stage": 1, "sequence_parallel": values["tp"] > 1}
-    runs = {"cp 1": run_of(base | {"cp": 1, "cp_method": "ring"}, config)}
-    for method in CP_METHODS if cp > 1 else ():
-        try:
-            runs[f"cp {cp}, {method}"] = run_of(base | {"cp_method": method}, config)
-        except ValueError:
-            if method == values["cp_method"]:
-                raise
+    several = {"cp 1": {"cp": 1, "cp_method": "ring"}}
+    several |= {f"cp {cp}, {method}": {"cp_method": method} for method in CP_METHODS if cp > 1}
     chosen = f"cp {cp}, {values['cp_method']}" if cp > 1 else "cp 1"
     title = f"{values['model']}, {values['seq_len']:,} tokens, tp {values['tp']}"
-    return compared(title, runs, chosen, cluster_of(values), "course")
+    return compared(title, _possible(base, several, chosen, config), chosen, cluster_of(values), "course")
 
 
 def _llamas(presets: Mapping) -> tuple:
