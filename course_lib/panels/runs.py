@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import estimate
 from course_lib.hardware import GPUS, Cluster
 from course_lib.layout import Layout
@@ -36,7 +36,7 @@ UNHIDDEN = replace(ENGINES["course"], hides_behind_weights=False)  # each sum of
 _PLACES = {kind: place for place, kind in enumerate(KINDS)}  # what is no kind of tensor stands behind them
 
 
-def compared(title: str, runs: Mapping[str, Run], chosen: str, cluster: Cluster, engine: str | Engine) -> Shown:
+def compared(title: str, runs: Mapping[str, Run], chosen: str, cluster: Cluster, engine: str | EngineFacts) -> Shown:
     """Bars of memory and of time for each run; in words the chosen one."""
     found = {label: estimate(run, cluster, engine) for label, run in runs.items()}
     one, by_axis = found[chosen], sent_by_axis(runs[chosen])
