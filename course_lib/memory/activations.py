@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
 from course_lib.memory.ranks import narrow
@@ -43,7 +43,7 @@ class Part:
 
     run: Run
     local: ModelConfig
-    engine: Engine
+    engine: EngineFacts
     rows: int
     own_rows: int
     entered: int
@@ -71,7 +71,7 @@ class Part:
         return {what: self.own_rows * self.local.d_model * size, f"{whose} statistics": self.own_rows * statistics}
 
 
-def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: Engine = ENGINES["course"]) -> Part:
+def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts = ENGINES["course"]) -> Part:
     """What a rank computes, and in which widths."""
     layout, recipe, tokens = run.layout, recipe_of(run.recipe), run.seq_len // run.layout.cp
     own = layout.micro_batch * (piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens)

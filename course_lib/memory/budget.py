@@ -16,7 +16,7 @@ from itertools import chain
 from math import prod
 
 from course_lib.config import ModelConfig, Recompute
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
@@ -207,7 +207,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 # ---- one rank
 
 
-def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: Engine) -> Budget:
+def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
     part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
     gradients, sizes = _trained(run.config, recipe, run.lora, _with_any_micro_batches(layout), pp_rank, tp_rank)
     split = placed_by(layout).splits_backward
@@ -267,7 +267,7 @@ def _trained(
 # ---- what another engine has besides
 
 
-def _under(run: Run, engine: Engine) -> Run:
+def _under(run: Run, engine: EngineFacts) -> Run:
     """The run as the formulas have it in order to hold what the engine does.
 
     Raises   ValueError for what the engine does not have
