@@ -20,6 +20,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
+from course_lib.memory.flats import placed_by
 from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
 from course_lib.memory.states import Recipe, block_shapes, recipe_of
@@ -39,6 +40,7 @@ class Part:
     e, r        bytes of a number in matrix products, and of the residual stream: autocast leaves it as parameters are
     fp32        bytes of what is computed in FP32 at least; `softmax` of scores, on a GPU not autocast
     in_layers   whether any layer trains, and not the head alone; `is_away`: activations wait off the device
+    split       whether gradients of weights may wait for a backward's second part
     """
 
     run: Run
@@ -56,6 +58,7 @@ class Part:
     softmax: int
     in_layers: bool
     is_away: bool
+    split: bool
 
     def saves(self, *matrices: str) -> int:
         """Bytes a number of the input that these read: none if all are frozen, under autocast once for each."""
@@ -88,6 +91,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts =
         softmax=recipe.param_bytes if run.device == "cuda" else e,
         in_layers=run.lora is None or set(run.lora.targets) != {"head"},
         is_away=run.offload.activations != "device",
+        split=placed_by(layout).splits_backward,
     )  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     first = part.norm("block input", "first norm's") | _attention_terms(part, how) | {"dropout masks": masks}
     second = part.norm("residual", "second norm's") | {"MLP's dropout mask": masks}
     second |= _expert_terms(part) if has_experts else _mlp_terms(part, c.d_ff, "input of the MLP", "MLP")
-    for half, sizes in zip((first, second), _of_matrices(part, layer), strict=True):
+    for half, sizes in zip((first, second), of_matrices(part, layer), strict=True):
         half |= {"casts and adapters": sizes[0]} if sizes[0] else {}
     return first, second
 
@@ -179,9 +183,12 @@ def _expert_terms(part: Part) -> Terms:
 
 
 @lru_cache(maxsize=4096)
-def _of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of attention's matrices, and of those behind it: (bytes of their copies in autocast's dtype, and of what adapters
-    save between their two; bytes of each input and each output's gradient between a backward's two parts)."""
+def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of attention's matrices, and of those behind it, (bytes of casts and adapters, bytes that wait).
+
+    Autocast's copies are saved, and what adapters have between their two matrices. Between a backward's two parts each
+    input waits, and each output's gradient.
+    """
     saved, waiting, lora = [0, 0], [0, 0], part.run.lora
     shared = ("k", "v", "kv_down") + ("up",) * (part.local.family == "llama")  # they read what one before them reads
     for name, (shape, copies) in block_shapes(part.local, part.local.has_experts(layer)).items():
@@ -195,11 +202,6 @@ def _of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, in
             saved[half] += rows * lora.rank * part.e if lora is not None and matrix in lora.targets else 0
             waiting[half] += rows * (out + width * (matrix not in shared)) * part.e
     return tuple(zip(saved, waiting, strict=True))
-
-
-def waiting_bytes(part: Part, layer: int) -> tuple[int, int]:
-    """Bytes of a layer between the two parts of a split backward: of attention, and of what follows it."""
-    return tuple(waiting for _, waiting in _of_matrices(part, layer))
 
 
 # ---- both ends

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from course_lib.layout import Layout
-from course_lib.memory.activations import FP32, Part, first_terms, last_terms, layer_terms, waiting_bytes
+from course_lib.memory.activations import FP32, Part, first_terms, last_terms, layer_terms, of_matrices
 from course_lib.memory.flats import Flat, Named, layers_of
 from course_lib.memory.states import Recipe
 from course_lib.memory.zero import wire_grad_bytes
@@ -59,8 +59,8 @@ class Stage:
 
 
 @lru_cache(maxsize=2048)
-def stage_of(part: Part, stage: int, split: bool) -> Stage:
-    """The sums of one stage, layer by layer; `split`: its gradients of weights may wait."""
+def stage_of(part: Part, stage: int) -> Stage:
+    """The sums of one stage, layer by layer."""
     config, layout = part.run.config, part.run.layout
     counts = layers_of(config, layout)
     layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
@@ -70,10 +70,10 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     sorts = {layer: config.has_experts(layer) for layer in layers}
     like = {sort: layer for layer, sort in sorts.items()}
     saved = {sort: sum(_total(half) for half in layer_terms(part, layer)) for sort, layer in like.items()}
-    inside = {sort: _layer_moments(part, layer, split) for sort, layer in like.items()}
-    waits = {sort: split * sum(waiting_bytes(part, layer)) for sort, layer in like.items()}
+    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items()}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
     kept = start + sum(saved[sort] for sort in sorts.values())
-    waiting = split * is_last * part.rows * (config.d_model + part.local.vocab_size) * part.e
+    waiting = part.split * is_last * part.rows * (config.d_model + part.local.vocab_size) * part.e
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
     for layer in reversed(layers):
@@ -101,14 +101,14 @@ def _total(terms: dict[str, int]) -> int:
 # ---- work space
 
 
-def _layer_moments(part: Part, layer: int, split: bool) -> list[Moment]:
+def _layer_moments(part: Part, layer: int) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
     config, layout, rows, e = part.local, part.run.layout, part.rows, part.e
     whole, has_experts = layer_terms(part, layer, "none"), config.has_experts(layer)
     first, second = whole if layout.recompute == "full" or part.run.operators else layer_terms(part, layer)
     saved, stream = _total(first) + _total(second), part.own_rows * config.d_model * part.r
     gathered = rows * config.d_model * e if layout.sequence_parallel else 0
-    left = _total(first) + split * waiting_bytes(part, layer)[1]  # once the MLP's backward is through
+    left = _total(first) + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
     again = _total(whole[0]) - _total(first)
     if again and part.run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
@@ -123,11 +123,11 @@ def _layer_moments(part: Part, layer: int, split: bool) -> list[Moment]:
         moved = (layout.ep > 1) * (sent if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep))
         forward = sent + 3 * moved + (2 + (e < FP32)) * tokens - own  # rows as they go and come
         if layout.recompute != "full":  # in the forward pass no gradient has come
-            forward -= own + entered + split * forward
+            forward -= own + entered + part.split * forward
         work = entered - shared + max(3 * sent + tokens, forward)
     else:  # gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix
-        product, tensors = rows * config.d_ff * e, (2 if config.family == "llama" else 1) + split
-        matrix = 0 if part.run.lora is not None or split else config.d_ff * config.d_model * e
+        product, tensors = rows * config.d_ff * e, (2 if config.family == "llama" else 1) + part.split
+        matrix = 0 if part.run.lora is not None or part.split else config.d_ff * config.d_model * e
         work = gathered + max(tensors * product, product + matrix)
     return [
         Moment("MLP", (":mlp", False), in_mlp, 0, stream + work),

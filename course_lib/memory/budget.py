@@ -181,7 +181,7 @@ def budget(
 def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     """Predict what one micro-batch leaves on one stage for its backward pass, term by term (activations.py)."""
     whole("stage", stage, 0, run.layout.num_stages - 1)
-    return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
+    return stage_of(part_of(run, tp_rank), stage)
 
 
 def overheads_of(run: Run) -> dict[str, int]:
@@ -210,8 +210,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
     part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
     gradients, sizes = _trained(run.config, recipe, run.lora, _with_any_micro_batches(layout), pp_rank, tp_rank)
-    split = placed_by(layout).splits_backward
-    stages = {stage: (stage_of(part, stage, split), of_stage) for stage, of_stage in gradients.items()}
+    stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, offload = states_of(run, pp_rank, tp_rank), run.offload
     held = sum(one.held for one in gradients.values())
     always = _always(part, tensors_of(run.config, layout, pp_rank, tp_rank))
