@@ -87,7 +87,7 @@ def serve(control):
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as ipykernel does
     from course_lib.launch import _fork_server
 
-    _fork_server.preload(("ipykernel.kernelapp", "matplotlib.pyplot", *_fork_server.PRELOAD))
+    _fork_server.preload(("ipykernel.kernelapp", "ipywidgets", "matplotlib.pyplot", *_fork_server.PRELOAD))
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     while size := control.recv(8):
         request = pickle.loads(control.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL))
