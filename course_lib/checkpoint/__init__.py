@@ -1,6 +1,7 @@
 """Checkpoints: an engine's state saved under one layout and loaded under any other, while training goes on.
 
 files.py         folders of checkpoints: complete or not there, and found to be whole
+manifest.py      what stands in a manifest, field by field
 lock.py          one run in a folder, which is found to be writable and large enough
 storage.py       pieces to files through torch.distributed.checkpoint; no code is run from a file
 optimizer.py     what a checkpoint has of an optimizer: moments, master weights, counts of steps, learning rates

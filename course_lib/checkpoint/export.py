@@ -17,9 +17,10 @@ from torch import Tensor
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint.files import PARTIAL, everywhere
+from course_lib.checkpoint.manifest import config_from_dict
 from course_lib.checkpoint.state import wait_for_earlier
 from course_lib.checkpoint.storage import parameter_dtype, read, widest
-from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from course_lib.config import ModelConfig, MoeConfig
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
@@ -47,7 +48,7 @@ def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dty
     path = files.find(Path(checkpoint))
     manifest = files.read_manifest(path)
     files.verify(path, manifest)
-    config = _config_from_dict(manifest["model"])
+    config = config_from_dict(manifest["model"])
     dtype = dtype or parameter_dtype(manifest)
     described = config_for_transformers(config, dtype)
     partial = out.with_name(out.name + PARTIAL)
@@ -123,12 +124,6 @@ def _read_parameters(engine: FiveD, folder: str | Path) -> None:
 
 
 # --- configs
-
-
-def _config_from_dict(values: dict) -> ModelConfig:
-    """Back from `dataclasses.asdict`, through JSON."""
-    parts = {"rope_scaling": RopeScaling, "moe": MoeConfig, "mla": MlaConfig}
-    return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
 
 
 def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from course_lib.checkpoint.manifest import wrong_field
 from course_lib.comm import all_gather_json
 
 _FORMAT = 1
@@ -208,6 +209,8 @@ def read_manifest(checkpoint: Path) -> dict:
         raise ValueError(f"{path} is damaged: its checksum is not that of what it says. {advice(checkpoint)}")
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')}; this version of the course reads {_FORMAT}")
+    if (wrong := wrong_field(manifest)) is not None:
+        raise ValueError(f"{path} is damaged: {wrong} is not as a save writes it. {advice(checkpoint)}")
     if outside := [name for name in manifest["files"] if Path(name).name != name]:
         raise ValueError(f"{path} names files that are not in its folder: {outside}. {advice(checkpoint)}")
     return manifest

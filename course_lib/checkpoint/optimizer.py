@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from course_lib.checkpoint import storage as stored_pieces
 from course_lib.checkpoint.files import together
+from course_lib.checkpoint.manifest import OPTIONS
 from course_lib.checkpoint.storage import parameter_dtype, widest
 from course_lib.parallel.five_d import FiveD
 from course_lib.training.precision import MasterAdamW
 from course_lib.weights.pieces import Holding, parameters_of
 
 STATES = ("exp_avg", "exp_avg_sq", "master")
-_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 Optimizer = torch.optim.Optimizer
 
 
 def options_of(optimizer: Optimizer) -> list[dict]:
-    return [{key: options[key] for key in _OPTIONS if key in options} for options in optimizer.param_groups]
+    return [{key: options[key] for key in OPTIONS if key in options} for options in optimizer.param_groups]
 
 
 def steps_of(engine: FiveD, optimizer: Optimizer, group: dist.ProcessGroup) -> dict[str, int]:

@@ -302,14 +302,11 @@ def _restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Resto
     now, before = engine.layout.to_dict(), Layout.from_dict(manifest["layout"]).to_dict()
     same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
     if same_mesh:
-        named = {name: f"rank.{rank}.{name}" for name in ("rng.cpu", "rng.cuda")}
-        found = {
-            name: torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]], device="cpu")
-            for name, key in named.items()
-            if (stored := manifest["tensors"].get(key))
-        }
-        stored_pieces.read(path, manifest, [_whole_piece(named[name], x) for name, x in found.items()])
-        torch.set_rng_state(found["rng.cpu"])
-        if "rng.cuda" in found and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(found["rng.cuda"])
+        found = {f"rank.{rank}.{name}": x for name, x in rng_states().items()}  # as long as those that are read
+        cpu, cuda = (f"rank.{rank}.{name}" for name in ("rng.cpu", "rng.cuda"))
+        pieces = [_whole_piece(name, x) for name, x in found.items() if name == cpu or name in manifest["tensors"]]
+        stored_pieces.read(path, manifest, pieces)
+        torch.set_rng_state(found[cpu])
+        if cuda in found:  # where none was saved, the one that there is
+            torch.cuda.set_rng_state(found[cuda])
     return Restored(path, manifest["step"], manifest["about"], same_mesh)

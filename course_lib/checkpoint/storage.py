@@ -217,7 +217,11 @@ def _widest_name(piece: Piece, stored: Mapping[str, dict]) -> str:
     parameter, master = f"model.{name}", f"master.{name}"
     if state == "master" and master not in stored:
         return parameter
-    if state == "model" and master in stored and DTYPES[stored[parameter]["dtype"]] != piece.tensor.dtype:
+    if (
+        state == "model"
+        and {parameter, master} <= stored.keys()
+        and DTYPES[stored[parameter]["dtype"]] != piece.tensor.dtype
+    ):
         return master
     return piece.name
 
