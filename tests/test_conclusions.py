@@ -11,6 +11,7 @@ from course_lib.hardware import LINKS
 
 ASKS = ("estimate", "search", "work_out", "choose", "first_choice")
 CONCLUSIONS = [  # lesson, cell that asserts, what the prose after it says
+    ("00_ranks_and_collectives", "nodes-estimate", "*So measure your network, and work with the eight cards of a node"),
     ("04_zero", "scaling-estimate", "*So HSDP is for networks on which"),
     ("04_zero", "which-stage-run", "*So take the lowest stage that fits"),
     ("05_tensor_parallel", "cost-run", "*So keep $tp$ inside one node.*"),
@@ -19,6 +20,12 @@ CONCLUSIONS = [  # lesson, cell that asserts, what the prose after it says
     ("07_context_parallel", "hide-estimate", "*So give each rank of a ring"),
     ("07_context_parallel", "which-run", "Choose in this order"),
     ("08_pipeline_parallel", "zero3-estimate", "*So the choice depends on the tokens per micro-batch"),
+    ("09b_expert_parallel", "hides-run", "*So keep wide experts in a node"),
+    ("10_five_d", "ways-networks", "*So measure the network before you choose.*"),
+    ("10_five_d", "experts-choose", "*So with experts"),
+    ("11_finding_a_configuration", "sensitivity", "*So measure before you trust a planner"),
+    ("11_finding_a_configuration", "tp-networks", "*So tp goes inside a node, and pp or dp between nodes.*"),
+    ("12_on_a_cluster", "two-hosts-estimate", "*So dp may cross, and tp may not.*"),
 ]
 
 
@@ -33,7 +40,8 @@ def test_a_conclusion_stands_beside_the_cell_that_asks_for_it_on_two_networks(st
     source = cells[place].source
     assert any(calls_of(source, name) for name in ASKS), "the cell asks neither estimate nor the search"
     assert "assert " in source
-    assert "CLUSTERS" in source or sum(f'"{key}"' in source for key in LINKS) > 1, "one network is not enough"
+    links = sum(f'"{key}"' in source for key in LINKS) + source.count("achieved_share=")  # a link, at other rates
+    assert "CLUSTERS" in source or links > 1, "one network is not enough"
     beside = [cell.source for cell in cells[place + 1 : place + 3] if cell.cell_type == "markdown"]
     assert sum(says in text for text in beside) == 1
 
