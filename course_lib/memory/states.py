@@ -6,6 +6,7 @@ Everything follows from one table, `parameter_shapes(config)`: every tensor with
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -83,6 +84,11 @@ def count_parameters(config: ModelConfig) -> int:
 
     Bytes    none: this is a count; 8,030,261,248 for llama-3.1-8b
     """
+    return _count_parameters(config)
+
+
+@lru_cache(maxsize=256)  # a search asks for each layout
+def _count_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
 
 
