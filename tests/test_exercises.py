@@ -92,4 +92,4 @@ def test_an_answer_that_puts_other_checks_under_their_names_gets_no_point():
     )
     nbclient.execute(nb, allow_errors=True, kernel_name="python3")
     ended = [[output.output_type for output in cell.outputs] for cell in filter(is_check_cell, nb.cells)]
-    assert ended == [["error"]] * 7
+    assert ended == [["error"]] * 8
