@@ -6,7 +6,7 @@ import pytest
 
 from course_lib import cli
 from course_lib.compare import bench as bench_module
-from course_lib.compare.bench import bench, main, summarise, table
+from course_lib.compare.bench import bench, bench_table, main, summarise
 
 pytestmark = pytest.mark.launches
 
@@ -68,5 +68,5 @@ def test_the_command_hands_its_rounds_on(monkeypatch, given, rounds):
 
 
 def test_the_table_names_both_times_the_ratio_and_its_spread():
-    line = table([RECORD]).splitlines()[1]
+    line = bench_table([RECORD]).splitlines()[1]
     assert line.split() == ["data", "2", "20.0", "ms", "19.0", "ms", "0.95", "0.90", "to", "1.00"]

@@ -15,7 +15,7 @@ from course_lib.model import MoE, with_moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
-from course_lib.simulate import simulate
+from course_lib.simulate import simulate_ranks
 from course_lib.traffic import sent
 
 TOY, MOE = preset("toy"), preset("toy-moe")
@@ -110,7 +110,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
     layout = Layout.parse(text)
-    for rank in simulate(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]).ranks:
+    for rank in simulate_ranks(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]).ranks:
         predicted = sent(Run(config, layout, 64, "fp32"), rank.rank, clip=True)
         assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
         states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")
