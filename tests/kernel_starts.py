@@ -25,10 +25,18 @@ def started(start):
 
 
 def pytest_configure(config):
-    """Let nbval start its kernels through `started`."""
+    """Let nbval start its kernels through `started`, and from a warm process where there is pidfd."""
     if not config.pluginmanager.hasplugin("nbval"):
         return
-    from nbval import kernel  # only where nbval runs
+    from jupyter_client.provisioning import local_provisioner  # only where nbval runs
+    from nbval import kernel
+
+    from tests import warm_kernels
+
+    if warm_kernels.is_possible():
+        warm = warm_kernels.Warm()
+        local_provisioner.launch_kernel = warm.launch_kernel
+        config.add_cleanup(warm.close)
 
     once = kernel.start_new_kernel
     kernel.start_new_kernel = lambda *args, **kwargs: started(lambda: once(*args, **kwargs))
