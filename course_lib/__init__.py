@@ -17,6 +17,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     panels/        controls by name, and pure functions from their values to an SVG and a sentence
+    float_formats.py         what numbers become in FP32, BF16, FP16, FP8
     palette.py, units.py     the colours of pictures; bytes and seconds in words
 1. A world of ranks
     compat.py, devices.py    differences between torch versions; the device of this rank

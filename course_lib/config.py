@@ -286,15 +286,17 @@ def _xlmr(name, num_layers, d_model, num_heads, vocab_size):
     )  # fmt: skip
 
 
-# Sources: toy and mini are ours. Llama 3.1, Llama 3.2, SmolLM: config.json of their model cards. GPT-2: config.json of
-# gpt2, gpt2-medium, gpt2-large, gpt2-xl. GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1. XLM-R: Conneau et al.
-# 2020 (arXiv:1911.02116) and Goyal et al. 2021 (arXiv:2105.00572), with the vocabularies of their model cards.
-# playbook-3b, 3.57 billion parameters: the Ultra-Scale Playbook's figures of TP scaling (nanotron).
+# Sources: toy, mini and speaks are ours (weights/base.py has speaks trained). Llama 3.1, Llama 3.2, SmolLM:
+# config.json of their model cards. GPT-2: config.json of gpt2, gpt2-medium, gpt2-large, gpt2-xl. GPT-3: Brown et al.
+# 2020 (arXiv:2005.14165), table 2.1. XLM-R: Conneau et al. 2020 (arXiv:1911.02116) and Goyal et al. 2021
+# (arXiv:2105.00572), with the vocabularies of their model cards. playbook-3b, 3.57 billion parameters: the Ultra-
+# Scale Playbook's figures of TP scaling (nanotron).
 PRESETS: dict[str, ModelConfig] = {
     config.name: config
     for config in (
         ModelConfig("toy", 4, 64, num_heads=8, num_kv_heads=4, d_ff=192, vocab_size=256, max_seq_len=256),
         ModelConfig("mini", 4, 256, num_heads=8, num_kv_heads=4, d_ff=640, vocab_size=256, max_seq_len=512),
+        ModelConfig("speaks", 4, 192, 8, 4, d_ff=448, vocab_size=2048, max_seq_len=256, tied=True),
         _llama3("llama-3.2-1b", 16, 2048, 32, d_ff=8192, scaling_factor=32.0, tied=True),
         _llama3("llama-3.1-8b", 32, 4096, 32, d_ff=14_336, scaling_factor=8.0),
         _llama3("llama-3.1-70b", 80, 8192, 64, d_ff=28_672, scaling_factor=8.0),

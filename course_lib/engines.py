@@ -68,7 +68,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFacts:
     """Facts of one engine.
 
     States
@@ -156,13 +156,13 @@ class Engine:
         check_fields(self)
 
 
-def _read() -> tuple[dict[str, Engine], dict[str, File]]:
+def _read() -> tuple[dict[str, EngineFacts], dict[str, File]]:
     """Read engines.toml: the engines, and the files of programs that are no engine of their own here."""
     told, engines, files = read_toml(Path(__file__).with_name("engines.toml")), {}, {}
     for name, fields in told["engines"].items():
         like = engines.get(fields.pop("like", None))
         fields |= {"name": name, "file": File(**fields["file"])}
-        engines[name] = replace(like, **fields) if like else Engine(**fields)
+        engines[name] = replace(like, **fields) if like else EngineFacts(**fields)
     for name, fields in told["files"].items():
         like = engines.get(fields.pop("like", None))
         files[name] = replace(like.file, **fields) if like else File(**fields)
@@ -172,12 +172,12 @@ def _read() -> tuple[dict[str, Engine], dict[str, File]]:
 ENGINES, FILES = _read()
 
 
-def engine_of(engine: str | Engine) -> Engine:
+def engine_of(engine: str | EngineFacts) -> EngineFacts:
     """The engine of that name, or that engine.
 
     Raises   ValueError naming the engines that there are
     """
-    if isinstance(engine, Engine):
+    if isinstance(engine, EngineFacts):
         return engine
     one_of("engine", engine, tuple(ENGINES))
     return ENGINES[engine]

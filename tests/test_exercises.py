@@ -7,7 +7,6 @@ import ast
 import importlib
 import re
 
-import nbclient
 import pytest
 from solved import load_solution
 
@@ -80,16 +79,3 @@ def test_a_check_cell_imports_the_grader_that_it_calls_and_the_setup_cell_import
         assert ast.unparse(call.value.func) == name.name and callable(getattr(chapter, name.name))
     [setup] = [cell.source for cell in cells if "setup" in tags_of(cell)]
     assert "course_lib.checks" not in setup and len(list(filter(is_check_cell, cells))) >= 4
-
-
-def test_an_answer_that_puts_other_checks_under_their_names_gets_no_point():
-    nb = read(ROOT / "exercises" / "03_data_parallel.ipynb")
-    first = next(cell for cell in code_cells(nb) if "nbgrader" in cell.metadata)
-    first.source = (
-        "for _n in [k for k in globals() if k.startswith('check_')]: globals()[_n] = lambda *a, **k: None\n"
-        "check_accumulation = check_buckets = check_ddp = print\n"
-        "my_accumulation = None"
-    )
-    nbclient.execute(nb, allow_errors=True, kernel_name="python3")
-    ended = [[output.output_type for output in cell.outputs] for cell in filter(is_check_cell, nb.cells)]
-    assert ended == [["error"]] * 7

@@ -44,6 +44,11 @@ def test_peaks_are_dense_not_sparse():
     assert GPUS["h200"].bf16_flops == h100.bf16_flops
 
 
+def test_memory_is_as_fast_as_the_datasheets_say():
+    rates = {"a100-80": 2039e9, "h100": 3350e9, "h200": 4800e9}
+    assert {key: GPUS[key].memory_bytes_per_s for key in rates} == rates
+
+
 def test_half_precision_peaks_do_not_exceed_fp8_nor_fall_below_fp32():
     for one in GPUS.values():
         assert one.fp32_flops <= one.fp16_flops

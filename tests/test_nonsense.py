@@ -24,7 +24,7 @@ import course_lib
 from course_lib import traffic
 from course_lib.claims import ledger
 from course_lib.cluster import Site
-from course_lib.compare.profile import Row
+from course_lib.compare.profile import KindComparison
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.labs import Machine, lab_named
@@ -35,12 +35,12 @@ from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import LoRA, StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
-from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plan import Job, work_out
 from course_lib.run import Run
 from course_lib.schedules import make, simulate
 from course_lib.span import Span
 from course_lib.timing.failures import Failures
+from course_lib.traffic.synthetic_routing import synthetic_routing
 from course_lib.validate import checked
 
 LIMIT_S = 2.0  # of CPU time, refused or done; usually milliseconds
@@ -213,7 +213,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "layout.experts": {"capacity_of": {"num_tokens": 8, "capacity_factor": 1.0}},
     "layout.record": {},
-    "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
+    "traffic.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
     "traffic.collectives": {
         "Call": {"place": "gradients", "collective": "all_reduce", "group_size": 2},
         **{name: {"calls": CALLS} for name in ("sent_bytes", "by_collective", "call_counts")},
@@ -263,7 +263,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "train.watch": {
         **dict.fromkeys(("look", "read_run"), "read the logs in a folder"),
-        "table": "called with what look returned",
+        "run_table": "called with what look returned",
     },
     "train.plan": {},
     "training.data": {},
@@ -335,7 +335,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
     },
     "plots.concepts": {"show_concept": {"name": "merge"}},
-    "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
+    "plots.comparison": {"show_comparison": {"rows": [KindComparison("parameters", 10, 9)]}},
     "plots.context": {
         "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
         "show_work": {"shardings": ["zigzag"]},

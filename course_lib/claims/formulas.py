@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil, log, sqrt
 
 from course_lib.config import ModelConfig, preset
+from course_lib.float_formats import FORMATS
 from course_lib.flops import attention_flops_per_token, flops_per_token, step_flops
 from course_lib.hardware import (
     GB,
@@ -65,7 +66,6 @@ from course_lib.traffic.tensor import tensor_calls
 H100, DAY_S = GPUS["h100"], 86_400
 H100_GIB = H100.usable_bytes / GIB
 ENCODERS = ("xlm-r-large", "xlm-r-xl", "xlm-r-xxl")
-FORMATS = {"fp32": (8, 23), "bf16": (8, 7), "fp16": (5, 10)}  # bits of exponent and fraction
 
 # Milliseconds of forward and backward of one layer of 22B, TP 8, A100: Korthikanti 2022 (arXiv:2205.05198), table 4
 LAYER_OF_22B_MS = {

@@ -99,6 +99,16 @@ class Device:
         return gpu_with(self.gpu, self.memory, tflops, bandwidth)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Nodes(Device):
+    """Of which nodes with which GPUs."""
+
+    inside: str | None = None
+    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
+    per_node: int | None = None
+    """GPUs of a node; without it as many as the GPU's nodes usually have"""
+
+
 def cluster_asked(device: GPU, link: str, inside: str | None, per_node: int | None) -> Cluster:
     """The cluster of that GPU; tell where a name means another link than it would elsewhere."""
     if per_node is not None:

@@ -37,7 +37,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One line of the table. Bytes are those that each rank sends in a step."""
 
     ranks: int
@@ -96,25 +96,25 @@ def formula_bytes(ranks: int) -> int:
     return sum(ring_all_reduce_bytes(payload, ranks, itemsize=8) for payload in payloads)
 
 
-def compare(reference: Run, runs: Sequence[Run]) -> Row:
+def compare(reference: Run, runs: Sequence[Run]) -> DemoRow:
     """One row: the mean of the ranks' losses; the worst gradient, and the most bytes, of any step."""
     losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs), strict=True)]
     pairs = zip(runs[0].gradients_P, reference.gradients_P, strict=True)
     worst = max((ours_P - theirs_P).abs().max().item() for ours_P, theirs_P in pairs)
     most_bytes = max(sent for run in runs for sent in run.sent_bytes)
-    return Row(len(runs), losses[0], losses[-1], worst, most_bytes, formula_bytes(len(runs)))
+    return DemoRow(len(runs), losses[0], losses[-1], worst, most_bytes, formula_bytes(len(runs)))
 
 
-def agrees(row: Row) -> bool:
+def agrees(row: DemoRow) -> bool:
     return row.gradient_difference < _EQUAL and row.measured_bytes == row.formula_bytes
 
 
-def _shown_difference(row: Row) -> str:
+def _shown_difference(row: DemoRow) -> str:
     """What rounding explains is not shown: its digits differ from machine to machine."""
     return f"<{_EQUAL:g}" if row.gradient_difference < _EQUAL else f"{row.gradient_difference:.1e}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def demo_table(rows: Sequence[DemoRow]) -> str:
     """The rows as plain text."""
     lines = [
         "ranks   loss, first and last   largest gradient    sent by each rank in a step (MB)",
@@ -128,7 +128,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def measured_rows(ranks: Sequence[int] = (2, 4), steps: int = 20) -> list[Row]:
+def measured_rows(ranks: Sequence[int] = (2, 4), steps: int = 20) -> list[DemoRow]:
     """Train by one process and by each number of ranks; return a row for each."""
     reference = launch(one_process, 1, steps, quiet=True)
     results: list[Results] = [reference, *(launch(_one_rank_of_several, size, steps, quiet=True) for size in ranks)]
@@ -141,7 +141,7 @@ def demo(ranks: Sequence[int] = (2, 4), steps: int = 20) -> int:
     num_parameters = sum(param.numel() for param in model.build(CONFIG, device="meta").parameters())
     print(f"The same Llama ({num_parameters:,} parameters), {steps} steps of {BATCH_SIZE} x {SEQ_LEN} tokens, float64")
     rows = measured_rows(ranks, steps)
-    print(table(rows))
+    print(demo_table(rows))
     right = all(agrees(row) for row in rows)
     print("Formula == Run: every row agrees." if right else f"NOT equal: differences must be below {_EQUAL:g}.")
     print(

@@ -15,9 +15,15 @@ _PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyte
 _LAUNCH_SECONDS = 60.0
 
 
+_TRANSFORMERS = ("transformers",)
+_ON_GPUS = "each rank computes on its own, through NCCL"
+ON_CPU = "the notebook computes on the CPU"
+ALONE = f"{ON_CPU}; its cell for GPUs times a step there"
+
+
 @dataclass(frozen=True)
 class Chapter:
-    """What a chapter asks of a machine: the most ranks at once, memory, and what GPUs are used for.
+    """What a chapter asks of a machine: the most ranks at once, what GPUs are used for, memory.
 
     needs          what it imports beside the packages that come with the course
     memory_bytes   notebook, ranks and kernel at their peak took 0.8 to 1.8 GiB on a CPU machine; rounded up
@@ -25,50 +31,43 @@ class Chapter:
 
     stem: str
     ranks: int
-    memory_bytes: int
-    on_gpu: str
+    on_gpu: str = _ON_GPUS
     needs: tuple[str, ...] = ()
+    memory_bytes: int = 2 << 30
 
 
-_TRANSFORMERS = ("transformers",)
-_ON_GPUS = "each rank computes on its own, through NCCL"
-ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 4, 2 << 30, f"{_ON_GPUS}; launches that look at gloo itself ask for it"),
-    Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{_ON_GPUS}; launches that look at gloo ask for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, two look at its allocator", _TRANSFORMERS),
-    Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("02c_fine_tuning", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),
-    Chapter("03_data_parallel", 4, 2 << 30, f"{_ON_GPUS}; a step is traced on the CPU"),
-    Chapter("03_data_parallel_in_depth", 4, 2 << 30, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU"),
-    Chapter("04_zero", 4, 2 << 30, _ON_GPUS),
-    Chapter("04_zero_in_depth", 4, 2 << 30, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU", _TRANSFORMERS),
-    Chapter("05_tensor_parallel", 4, 2 << 30, _ON_GPUS),
-    Chapter("05_tensor_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
-    Chapter("06_sequence_parallel", 4, 2 << 30, _ON_GPUS),
-    Chapter("06_sequence_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
-    Chapter("07_context_parallel", 4, 2 << 30, _ON_GPUS),
-    Chapter("07_context_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
-    Chapter("08_pipeline_parallel", 4, 2 << 30, f"{_ON_GPUS}; pipelines written by hand stay on the CPU"),
-    Chapter("08_pipeline_parallel_in_depth", 4, 2 << 30, _ON_GPUS),
-    Chapter("09a_mixture_of_experts", 1, 2 << 30, "the notebook computes on the CPU", _TRANSFORMERS),
-    Chapter("09b_expert_parallel", 4, 2 << 30, _ON_GPUS),
+    Chapter("00_ranks_and_collectives", 4, f"{_ON_GPUS}; launches that look at gloo itself ask for it"),
+    Chapter("00_ranks_and_collectives_in_depth", 8, f"{_ON_GPUS}; launches that look at gloo ask for it"),
+    Chapter("01_single_gpu_memory", 1, ON_CPU),
+    Chapter("01_single_gpu_memory_in_depth", 1, f"{ALONE}, two look at its allocator", _TRANSFORMERS),
+    Chapter("02a_precision", 1, ON_CPU),
+    Chapter("02b_activations", 1, ON_CPU),
+    Chapter("02c_fine_tuning", 1, ON_CPU),
+    Chapter("02_single_gpu_techniques_in_depth", 1, ALONE),
+    Chapter("03_data_parallel", 4, f"{_ON_GPUS}; a step is traced on the CPU"),
+    Chapter("03_data_parallel_in_depth", 4, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU"),
+    Chapter("04_zero", 4),
+    Chapter("04_zero_in_depth", 4, f"{_ON_GPUS}; Accelerate's trap is shown on the CPU", _TRANSFORMERS),
+    Chapter("05_tensor_parallel", 4),
+    Chapter("05_tensor_parallel_in_depth", 4),
+    Chapter("06_sequence_parallel", 4),
+    Chapter("06_sequence_parallel_in_depth", 4),
+    Chapter("07_context_parallel", 4),
+    Chapter("07_context_parallel_in_depth", 4),
+    Chapter("08_pipeline_parallel", 4, f"{_ON_GPUS}; pipelines written by hand stay on the CPU"),
+    Chapter("08_pipeline_parallel_in_depth", 4),
+    Chapter("09a_mixture_of_experts", 1, ON_CPU, _TRANSFORMERS),
+    Chapter("09b_expert_parallel", 4),
     Chapter(
-        "09_expert_parallel_in_depth",
-        4,
-        2 << 30,
-        f"{_ON_GPUS}; what the notebook trains itself stays on the CPU",
-        _TRANSFORMERS,
+        "09_expert_parallel_in_depth", 4, f"{_ON_GPUS}; what the notebook trains itself stays on the CPU", _TRANSFORMERS
     ),
-    Chapter("10_five_d", 16, 4 << 30, _ON_GPUS),
-    Chapter("10_five_d_in_depth", 8, 2 << 30, _ON_GPUS),
-    Chapter("11_finding_a_configuration", 4, 2 << 30, _ON_GPUS),
-    Chapter("11_finding_a_configuration_in_depth", 1, 2 << 30, "the notebook computes on the CPU"),
-    Chapter("12_on_a_cluster", 4, 2 << 30, "ranks stay on the CPU, where their waits are measured"),
-    Chapter("12_on_a_cluster_in_depth", 4, 2 << 30, "broken runs stay on the CPU, where gloo's errors are shown"),
+    Chapter("10_five_d", 16, memory_bytes=4 << 30),
+    Chapter("10_five_d_in_depth", 8),
+    Chapter("11_finding_a_configuration", 4),
+    Chapter("11_finding_a_configuration_in_depth", 1, ON_CPU),
+    Chapter("12_on_a_cluster", 4, "ranks stay on the CPU, where their waits are measured"),
+    Chapter("12_on_a_cluster_in_depth", 4, "broken runs stay on the CPU, where gloo's errors are shown"),
 )
 
 

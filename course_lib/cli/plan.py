@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
+from course_lib.cli.asked import Nodes, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
-from course_lib.plan import Job, Plan, explain, export, search, table
+from course_lib.plan import Job, Plan, explain, export, options_table, search
 from course_lib.plan.config_files import WRITERS
 from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
@@ -34,15 +34,11 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Techniques, Device, Question):
+class PlanOptions(Techniques, Nodes, Question):
     """What a plan is asked for."""
 
     link: str = "ib-ndr400"
     """the network between nodes, such as ib-ndr400, with one port a GPU; or GB/s for each GPU"""
-    inside: str | None = None
-    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
-    per_node: int | None = None
-    """GPUs of a node; without it as many as the GPU's nodes usually have"""
     framework: str | None = None
     """rank by what `course predict` knows of a framework, such as nanotron; without it by the course's own models"""
     show: int = 5
@@ -112,12 +108,12 @@ def lines(found: Plan, show: int) -> list[str]:
         f"recipe {job.recipe}; engine {job.engine}; seconds are modelled, docs/PREDICTOR.md has the errors",
         *dict.fromkeys(option.note for option in found.ranked[:1] if option.note),
         "",
-        *table(one_of_each_kind(found.ranked)[:show], found.best),
+        *options_table(one_of_each_kind(found.ranked)[:show], found.best),
         "",
         *explain(found),
         "",
         "Less memory for less throughput, of these: none beats another in both.",
-        *table(found.front[:show]),
+        *options_table(found.front[:show]),
     ]
 
 

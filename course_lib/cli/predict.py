@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.cli.asked import Device, Tokens, cluster_asked, models_asked
+from course_lib.cli.asked import Nodes, Tokens, cluster_asked, models_asked
 from course_lib.config import ModelConfig, preset
 from course_lib.engines import ENGINES
 from course_lib.estimate import Calibration, Estimate, calibrate, predict_rows, read_rows, write_table
@@ -23,15 +23,11 @@ from course_lib.validate import one_of, whole, writable_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Device):
+class Site(Nodes):
     """Where and with what the runs of a table train."""
 
     nodes_link: str = "efa"
     """the network between nodes, such as efa, with one port a GPU; or GB/s for each GPU"""
-    inside: str | None = None
-    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
-    per_node: int | None = None
-    """GPUs of a node; without it as many as the GPU's nodes usually have"""
     recipe: str = "nanotron"
     """the engine whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed, course"""
     seq: Tokens = 4096
@@ -47,7 +43,7 @@ def predict(
     runs: Positional[Path],
     out: Path,
     models: Path | None = None,
-    machine: OmitArgPrefixes[Machine] = Machine(),
+    machine: OmitArgPrefixes[Site] = Site(),
     calibration: Path | None = None,
     error_bars: bool = False,
     breakdown: bool = False,
@@ -87,7 +83,7 @@ def predict(
 
 
 def calibrate_cluster(
-    runs: Positional[Path], out: Path, models: Path | None = None, machine: OmitArgPrefixes[Machine] = Machine()
+    runs: Positional[Path], out: Path, models: Path | None = None, machine: OmitArgPrefixes[Site] = Site()
 ) -> int:
     """Fit what your cluster's GPUs and links reach to one to three measured runs, for `course predict --calibration`.
 

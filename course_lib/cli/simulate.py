@@ -38,14 +38,14 @@ def simulate(
         skew: share of tokens that all choose the first expert
         json: all of it as JSON
     """
-    from course_lib.simulate.cluster import simulate as run  # here: `course --help` needs no torch
+    from course_lib.simulate.cluster import simulate_ranks  # here: `course --help` needs no torch
 
     gpu = device.record(holds_alone=True)
     number("skew", skew, least=0, most=1)
     whole("seq", seq)
     recipe, fields = how.recipe_on(gpu), how.run_fields()
     asked = Run(model_asked(model, seq), layout_of(layout), seq, recipe, **fields)
-    found = report(run(asked, stage or "all", skew=skew), gpu)
+    found = report(simulate_ranks(asked, stage or "all", skew=skew), gpu)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -107,14 +107,14 @@ def lines(found: dict) -> list[str]:
     memory = [[name_of(rank), rank["layers"], *(gb(rank["peak_by_kind"][kind]) for kind in kinds)] for rank in ranks]
     for row, rank in zip(memory, ranks, strict=True):
         row += [gb(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
-    text += table(["stage", "layers", *kinds, "peak", "fits"], memory)
+    text += aligned(["stage", "layers", *kinds, "peak", "fits"], memory)
 
     axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
     text += ["", "GB sent by one rank in a step, by axis; its TFLOPs"]
     sent = [[name_of(rank), *(f"{rank['sent_by_axis'].get(axis, 0) / 1e9:.2f}" for axis in axes)] for rank in ranks]
     for row, rank in zip(sent, ranks, strict=True):
         row.append(f"{rank['flops'] / 1e12:,.1f}")
-    text += table(["stage", *axes, "TFLOPs"], sent)
+    text += aligned(["stage", *axes, "TFLOPs"], sent)
 
     return text + ["", verdict(found), *notes(found)]
 
@@ -157,7 +157,7 @@ def gb(nbytes: int) -> str:
     return f"{nbytes / GB:.2f}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Columns, right-aligned."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(str(cell)) for cell in column) for column in columns]

@@ -22,12 +22,12 @@ def watch(folder: Positional[Path], once: bool = False, json: bool = False, ever
         json: the same as one line of JSON each time
         every: seconds between two looks
     """
-    from course_lib.train.watch import look, table
+    from course_lib.train.watch import look, run_table
 
     number("every", every, above=0)
     while True:
         run = look(folder)
-        text = as_json.dumps(asdict(run)) if json else "\n".join(table(run))
+        text = as_json.dumps(asdict(run)) if json else "\n".join(run_table(run))
         clear = _CLEAR if sys.stdout.isatty() and not (once or json) else ""
         print(clear + text, flush=True)
         if once or run.ended:

@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
+class Finding:
     """One line of the table: what was measured where, what it is compared with, and the fault in words if it is one."""
 
     kind: str
@@ -57,7 +57,7 @@ class Report:
     """What a check found; the same on every rank."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Finding, ...]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _name(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} on {hosts[rank]}"
 
 
-def _versions(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Row]:
+def _versions(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Finding]:
     rows = []
     told = [{**one["versions"], "device": one["device"]} for one in of_ranks]
     for name in told[0]:
@@ -142,25 +142,25 @@ def _versions(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Row]:
         wrong = [f"{_name(rank, hosts)} has {one[name]}" for rank, one in enumerate(told) if one[name] != most]
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         fault = f"{name}: {', '.join(wrong[:3])}{more}, most have {most}" if others else ""
-        rows.append(Row("version", name, most if len(most) <= 18 else "", most if len(most) > 18 else "", fault))
+        rows.append(Finding("version", name, most if len(most) <= 18 else "", most if len(most) > 18 else "", fault))
     return rows
 
 
-def _folder(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Row]:
+def _folder(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Finding]:
     if of_ranks[0]["folder"] is None:
-        return [Row("shared folder", "", "", "not looked at; give one with --folder")]
+        return [Finding("shared folder", "", "", "not looked at; give one with --folder")]
     blind = [rank for rank, one in enumerate(of_ranks) if not one["folder"]["seen"]]
     folder = of_ranks[0]["folder"]["folder"]
     shown = folder if len(folder) < 38 else f"..{folder[-35:]}"
-    rows = [Row("shared folder", "", f"seen by {len(of_ranks) - len(blind)} ranks", shown)]
+    rows = [Finding("shared folder", "", f"seen by {len(of_ranks) - len(blind)} ranks", shown)]
     for rank in blind:
         where = of_ranks[rank]["folder"]["folder"]
         fault = f"{_name(rank, hosts)} does not see in {where} what rank 0 on {hosts[0]} wrote: the folder is local"
-        rows.append(Row("shared folder", f"rank {rank}", "not seen", "", fault))
+        rows.append(Finding("shared folder", f"rank {rank}", "not seen", "", fault))
     return rows
 
 
-def _clocks(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Row]:
+def _clocks(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     rows = []
     for rank, one in enumerate(of_ranks):
         if (clock := one["clock"]) is None:
@@ -172,11 +172,11 @@ def _clocks(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -
             if wrong
             else ""
         )
-        rows.append(Row("clock", hosts[rank], f"{offset:+.4f} s", f"known to {error:.4f} s", fault, abs(offset)))
-    return rows or [Row("clock", "", "", "one host: nothing to compare")]
+        rows.append(Finding("clock", hosts[rank], f"{offset:+.4f} s", f"known to {error:.4f} s", fault, abs(offset)))
+    return rows or [Finding("clock", "", "", "one host: nothing to compare")]
 
 
-def _gpus(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Row]:
+def _gpus(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     rows = []
     for rank, one in enumerate(of_ranks):
         if (gpu := one["gpu"]) is None:
@@ -188,14 +188,16 @@ def _gpus(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> 
             wrong.append(f"{gpu['temperature_c']} C")
         fault = f"the GPU of {_name(rank, hosts)}: {'; '.join(wrong)}" if wrong else ""
         clocks = f"{gpu['clock_mhz']} of {gpu['most_clock_mhz']} MHz"
-        rows.append(Row("GPU", f"rank {rank}", clocks, f"{gpu['temperature_c']} C", fault, gpu["temperature_c"] or 0))
+        rows.append(
+            Finding("GPU", f"rank {rank}", clocks, f"{gpu['temperature_c']} C", fault, gpu["temperature_c"] or 0)
+        )
     if not rows:
-        return [Row("GPU", "", "", "no NVML: not looked at")]
+        return [Finding("GPU", "", "", "no NVML: not looked at")]
     blind = len(of_ranks) - len(rows)
-    return rows + ([Row("GPU", f"{blind} ranks", "", "no NVML: not looked at")] if blind else [])
+    return rows + ([Finding("GPU", f"{blind} ranks", "", "no NVML: not looked at")] if blind else [])
 
 
-def _computing(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Row]:
+def _computing(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     seconds = {rank: min(one["compute_s"]) for rank, one in enumerate(of_ranks)}
     rows = []
     for rank, slower in compare_seconds(seconds, limits).items():
@@ -203,11 +205,11 @@ def _computing(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits
         fault = f"{_name(rank, hosts)} computes {times:.1f} times slower than the others' median"
         rate = f"{of_ranks[rank]['flops'] / seconds[rank] / 1e12:.3f} TFLOP/s"
         compared = f"{1 / times:.2f} of the others' median" if len(seconds) > 1 else "the only rank"
-        rows.append(Row("computing", f"rank {rank}", rate, compared, fault if slower.wrong else "", times))
+        rows.append(Finding("computing", f"rank {rank}", rate, compared, fault if slower.wrong else "", times))
     return rows
 
 
-def _links(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Row]:
+def _links(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     """Pairs inside nodes and pairs between them apart. A rank in whose pairs all is slow is named, not its pairs."""
     seconds = {
         tuple(map(int, pair.split("-"))): min(rounds) for one in of_ranks for pair, rounds in one["links"].items()
@@ -230,7 +232,7 @@ def _links(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) ->
                 )
             rate = _rate(size / here[pair])
             rows.append(
-                Row("link", f"{low} - {high}, {kind}", rate, f"{1 / times:.2f} of the others' median", fault, times)
+                Finding("link", f"{low} - {high}, {kind}", rate, f"{1 / times:.2f} of the others' median", fault, times)
             )
     return rows
 
@@ -244,7 +246,7 @@ def _all_slow(rank: int, pairs: Mapping, slow: set) -> bool:
     return len(of_rank) > 1 and of_rank <= slow
 
 
-def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster | None) -> list[Row]:
+def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster | None) -> list[Finding]:
     """Of each axis and collective one row for each group; a round has taken as long as its last rank."""
     rows = []
     of_node = of_ranks[0]["ranks_per_node"]
@@ -274,7 +276,9 @@ def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster |
                     compared = f"{share:.2f} of the modelled {_rate(expected)}"
                     if share < limits.least_of_model:
                         fault = f"{name} over {axis} in ranks {ranks} reaches {share:.2f} of the modelled bandwidth"
-                rows.append(Row(f"{axis} {name}", f"ranks {ranks}", f"{_rate(bus)} bus", compared, fault, 1 / share))
+                rows.append(
+                    Finding(f"{axis} {name}", f"ranks {ranks}", f"{_rate(bus)} bus", compared, fault, 1 / share)
+                )
     return rows
 
 

@@ -116,7 +116,7 @@ def summarise(technique: str, ranks: int, seconds_of_rank: Sequence[Sequence[tup
     }
 
 
-def table(records: Sequence[dict]) -> str:
+def bench_table(records: Sequence[dict]) -> str:
     lines = ["technique   ranks   from scratch   PyTorch's own   ratio   middle half of rounds"]
     for r in records:
         lines.append(
@@ -129,5 +129,5 @@ def table(records: Sequence[dict]) -> str:
 def main(as_json: bool = False, check: bool = False, rounds: int = ROUNDS) -> int:
     """Prints the records; with `check`, 1 if a ratio is below LOWEST_RATIO, otherwise 0."""
     records = bench(rounds=rounds)
-    print(json.dumps(records, indent=2) if as_json else table(records))
+    print(json.dumps(records, indent=2) if as_json else bench_table(records))
     return 1 if check and min(record["ratio"] for record in records) < _LOWEST_RATIO else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from course_lib.compare.profile import SENT_OVER, STATES, Comparison, Row
+from course_lib.compare.profile import SENT_OVER, STATES, Comparison, KindComparison
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
@@ -55,7 +55,7 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recip
     return Comparison(what, of_ranks, time.perf_counter() - start_s)
 
 
-def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]) -> tuple[Row, ...]:
+def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]) -> tuple[KindComparison, ...]:
     config, layout = run.config, run.layout
     here, routings = layout.mesh.coordinates(rank), None
     if config.moe is not None:
@@ -63,11 +63,11 @@ def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]
         routings = list(zip(*(seen[member].choices for member in members), strict=True))
     states = states_of(run, here["pp"], here["tp"])
     of_stage = predicted[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
-    rows = [Row(kind, of_stage[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
+    rows = [KindComparison(kind, of_stage[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
     listed = sent(run, rank, routings=routings)
     measured = seen[rank].sent_by_axis
     axes = [axis for axis in listed | measured if listed.get(axis, 0) or measured.get(axis, 0)]
-    return (*rows, *(Row(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))
+    return (*rows, *(KindComparison(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))
 
 
 # ------------------------------------------------------------------------------------ on each rank

@@ -26,7 +26,7 @@ SENT_OVER = "sent over "  # and an axis
 
 
 @dataclass(frozen=True)
-class Row:
+class KindComparison:
     """One kind of memory: what the formula says, what the tracker saw."""
 
     kind: str
@@ -49,12 +49,12 @@ class Comparison:
     """
 
     what: str
-    of_ranks: tuple[tuple[Row, ...], ...]
+    of_ranks: tuple[tuple[KindComparison, ...], ...]
     seconds: float
     timeline: Timeline | None = None
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[KindComparison, ...]:
         """Those of rank 0."""
         return self.of_ranks[0]
 
@@ -62,7 +62,7 @@ class Comparison:
     def num_ranks(self) -> int:
         return len(self.of_ranks)
 
-    def row(self, kind: str, rank: int = 0) -> Row:
+    def row(self, kind: str, rank: int = 0) -> KindComparison:
         """The row of a kind of memory, of "peak", or of "sent over <axis>".
 
         Raises   ValueError if there is none
@@ -73,7 +73,7 @@ class Comparison:
         return rows[kind]
 
     @property
-    def unequal(self) -> list[tuple[int, Row]]:
+    def unequal(self) -> list[tuple[int, KindComparison]]:
         """(rank, row) wherever states or sent bytes, which the formulas have to the byte, were measured otherwise."""
         return [
             (rank, row)
@@ -172,8 +172,8 @@ def profile_step(
     layout = Layout(micro_batch=batch_size, recompute=recompute)
     name = recipe_of(recipe).name
     (predicted,) = budgets(Run(config, layout, seq_len, name, attention, "cpu", optimizer))
-    rows = [Row(kind, predicted.by_kind[kind], max(timeline.bytes_by_kind[kind])) for kind in KINDS]
-    rows.append(Row("peak", predicted.peak_bytes, timeline.peak_bytes))
+    rows = [KindComparison(kind, predicted.by_kind[kind], max(timeline.bytes_by_kind[kind])) for kind in KINDS]
+    rows.append(KindComparison("peak", predicted.peak_bytes, timeline.peak_bytes))
     what = f"{config.name}, {batch_size} x {seq_len} tokens, {name}"
     return Comparison(what, (tuple(rows),), time.perf_counter() - start_s, timeline)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from course_lib.engines import ENGINES, Engine, engine_of
+from course_lib.engines import ENGINES, EngineFacts, engine_of
 from course_lib.estimate.memory import NO_TENSORS, held_bytes
 from course_lib.flops import attention_flops_per_token, flops_per_token, layer_matmul_parameters, step_flops
 from course_lib.hardware import GB, MOST_NODES, Cluster, peak_flops
@@ -200,7 +200,7 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 
 
 @checked
-def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Estimate:
+def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
     Raises   ValueError for an engine that is not known, or that has not what the layout asks for
@@ -210,7 +210,7 @@ def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates:
     return _estimate(run, cluster, engine, rates)
 
 
-def _check_engine(run: Run, engine: Engine) -> None:
+def _check_engine(run: Run, engine: EngineFacts) -> None:
     """Raises ValueError for more ZeRO, or for more stages without a layer, than the engine has."""
     layout, layers, in_pipeline = run.layout, run.layout.layers_of_stage or (), " in a pipeline" * (run.layout.pp > 1)
     if (empty := layers.count(0)) > engine.other_blocks:
@@ -229,7 +229,7 @@ def _check_engine(run: Run, engine: Engine) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estimate:
+def _estimate(run: Run, cluster: Cluster, engine: EngineFacts, rates: Rates) -> Estimate:
     layout, time = run.layout, step_time(run, cluster, engine, rates)
     gpus = (time.total_s, layout.world_size, peak_flops(cluster.gpu))
     num_tokens = time.num_tokens
@@ -254,7 +254,7 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
     )
 
 
-def _spread_of(run: Run, cluster: Cluster, engine: Engine) -> Spread:
+def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
     """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too.
 
     The memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue.

@@ -6,7 +6,7 @@ sequence, and their memory is free once the GPU has read them.
 
 from __future__ import annotations
 
-from course_lib.engines import Engine
+from course_lib.engines import EngineFacts
 from course_lib.flops import layer_matmul_parameters
 from course_lib.hardware import Cluster
 from course_lib.memory.budget import fullest_budget, overheads_of
@@ -25,7 +25,7 @@ PIECES = 1.055  # of activations, what is reserved for them: pieces of the alloc
 _DRAINS = 8  # power by which waiting for other ranks empties the queue
 
 
-def held_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates: Rates) -> dict[str, float]:
+def held_bytes(run: Run, cluster: Cluster, engine: EngineFacts, time: StepTime, rates: Rates) -> dict[str, float]:
     """Bytes by kind at the largest moment of the fullest rank, and what is no tensor."""
     if engine.log_first:
         kinds = _of_first_stage(run, engine) | {NO_TENSORS: sum(overheads_of(run).values())}
@@ -41,7 +41,7 @@ def held_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates
     return {kind: float(size) for kind, size in kinds.items() if size}
 
 
-def _queued_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates: Rates) -> float:
+def _queued_bytes(run: Run, cluster: Cluster, engine: EngineFacts, time: StepTime, rates: Rates) -> float:
     """Of tensors in the queue of launches: as many as fill it, as far as Python runs ahead; in a pipeline at least
     those of the forwards that fill it."""
     layout = run.layout
@@ -59,7 +59,7 @@ def _queued_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, ra
     return number * size * (1 - time.waiting_s / time.total_s) ** _DRAINS
 
 
-def _of_first_stage(run: Run, engine: Engine) -> dict[str, float]:
+def _of_first_stage(run: Run, engine: EngineFacts) -> dict[str, float]:
     """Tensor by tensor, as an engine whose log is of rank 0 keeps them: the first stage, with most micro-batches in
     flight. Of 592 measured runs this is 4 % off in the median; `budgets`, with what a backward makes besides, 5 %."""
     config, layout, recipe = run.config, run.layout, recipe_of(run.recipe)

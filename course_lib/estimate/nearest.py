@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from course_lib.engines import Engine
+from course_lib.engines import EngineFacts
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GB, Cluster
 from course_lib.layout import DEFAULTS
@@ -35,7 +35,7 @@ class Nearest:
 
 
 @checked
-def nearest(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> list[Nearest]:
+def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> list[Nearest]:
     """Return for each way to need less the least change of it that fits; none for a run that fits itself.
 
     The ways: recomputation, ZeRO, 8-bit Adam, offload, LoRA, QLoRA, shorter sequences, more GPUs.

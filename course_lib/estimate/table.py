@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from course_lib.config import ModelConfig, Recompute
-from course_lib.engines import Engine, engine_of
+from course_lib.engines import EngineFacts, engine_of
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GPU, Cluster, gpu_for
 from course_lib.layout import Layout
@@ -50,7 +50,7 @@ _LORA_RANK = 16
 
 @checked
 def run_of(
-    row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size, engine: str | Engine = "nanotron"
+    row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size, engine: str | EngineFacts = "nanotron"
 ) -> Run:
     """Make the run of one row, with the engine's states unless the row tells its own.
 
@@ -187,7 +187,7 @@ def predict_rows(
     models: Mapping[str, ModelConfig],
     cluster: Cluster,
     seq_len: int,
-    engine: str | Engine = "nanotron",
+    engine: str | EngineFacts = "nanotron",
     rates: Rates = RATES,
 ) -> list[Estimate | str]:
     """Predict each row; of one that cannot be, say why."""
@@ -203,7 +203,7 @@ def predict_rows(
     return found
 
 
-def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | Engine) -> list[str]:
+def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | EngineFacts) -> list[str]:
     """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
     gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
     notes = []

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
 from course_lib.memory.ranks import narrow
@@ -52,7 +52,7 @@ class Part:
     rows: int
     own_rows: int
     load: float
-    engine: Engine
+    engine: EngineFacts
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -119,7 +119,7 @@ class Part:
         return rows * width * itemsize, rows * 2 * itemsize
 
 
-def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: Engine = ENGINES["course"]) -> Part:
+def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts = ENGINES["course"]) -> Part:
     """What a rank computes, and in which widths."""
     layout, tokens = run.layout, run.seq_len // run.layout.cp
     own = piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens

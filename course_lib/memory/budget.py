@@ -16,7 +16,7 @@ from itertools import chain
 from math import prod
 
 from course_lib.config import ModelConfig, Recompute
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
@@ -209,7 +209,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 # ---- one rank
 
 
-def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: Engine) -> Budget:
+def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
     part = part_of(run, tp_rank, load, engine)
     gradients, pieces = _trained(_trained_of(run), pp_rank, tp_rank)
     split = placed_by(run.layout).splits_backward
@@ -270,7 +270,7 @@ def _trained(of: Trained, pp_rank: int, tp_rank: int) -> tuple[dict[int, Gradien
 # ---- what another engine has besides
 
 
-def _under(run: Run, engine: Engine) -> Run:
+def _under(run: Run, engine: EngineFacts) -> Run:
     """The run as the formulas have it in order to hold what the engine does.
 
     Raises   ValueError for what the engine does not have
@@ -310,7 +310,7 @@ def _always(part: Part, tensors: Sequence[Named]) -> Counter:
     return found
 
 
-def _reserve(engine: Engine, peak_bytes: int) -> dict[str, int]:
+def _reserve(engine: EngineFacts, peak_bytes: int) -> dict[str, int]:
     """What the allocator takes beside tensors, where that is known of an engine."""
     size = round((engine.reserved_share - 1) * peak_bytes) + engine.unfilled_bytes
     return {"allocator's reserve": size} if size else {}

@@ -3,7 +3,6 @@
 attention.py     the attention core, standard and fused
 latent.py        multi-head latent attention: DeepSeek's queries, keys and values through narrow vectors
 moe.py           a mixture of experts: router, dispatch, experts, combine, balancing
-synthetic_routing.py  tokens that choose experts at random
 gpt.py           GPT-2, GPT-3 and the XLM-R encoder from the same blocks
 llama.py         Llama, and `build` for all families
 lora.py          frozen weights and thin trained products beside them

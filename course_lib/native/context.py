@@ -30,10 +30,9 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.sequence_sharding import check_context
-from course_lib.parallel.engine import MicroBatches, ModelEngine
+from course_lib.parallel.engine import MicroBatches, ModelEngine, cross_entropy, share_of
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tensor import sum_gradients
 
@@ -50,7 +49,7 @@ class ContextParallel(ModelEngine):
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         super().__init__(module)
-        self.cp_group = group
+        self.cp_group = self.loss_group = group
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Forward and backward of each micro-batch, both inside of the cut: on a GPU backward is a ring too."""
@@ -60,17 +59,14 @@ class ContextParallel(ModelEngine):
         for x_BS, y_BS in micro_batches:
             cut = _cut_by_pytorch if x_BS.is_cuda else _cut_by_hand
             with cut(self, x_BS, y_BS) as (x_Bs, y_Bs, positions_s):
-                loss_partial = _sum_of_losses(self(x_Bs, positions_s), y_Bs) / num_tokens
-                loss_partial.backward()
-            losses.append(loss_partial.detach())
+                share = share_of(cross_entropy(self(x_Bs, positions_s), y_Bs), num_tokens)
+                share.backward()
+            losses.append(share.detach())
         return torch.stack(losses).sum()
 
     def finish(self) -> None:
         """Each rank has the gradient of its tokens' losses; the sum over ranks is that of all, in one message."""
         sum_gradients(self.parameters(), self.cp_group)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.cp_group)
 
 
 def build(model: nn.Module, group: Group) -> ContextParallel:
@@ -170,9 +166,3 @@ def _cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterato
     """This rank's inputs, targets and positions."""
     mine_s = positions("zigzag", x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s
-
-
-def _sum_of_losses(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
-    """Cross-entropy of each of my tokens, summed, in FP32 at least."""
-    logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
-    return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="sum")

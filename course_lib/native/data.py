@@ -1,11 +1,9 @@
 """Data parallelism as PyTorch ships it: DistributedDataParallel. Read beside parallel/data.py."""
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib import comm
 from course_lib.parallel.engine import Engine
 
 
@@ -15,8 +13,11 @@ class DDP(DistributedDataParallel, Engine):
     DDP waits for its buckets at the end of the backward pass that is outside `no_sync()`: `finish` has nothing to do.
     """
 
-    def mean_loss(self, share: torch.Tensor) -> torch.Tensor:
-        return comm.all_reduce(share, self.process_group, op="mean")
+    loss_op = "mean"
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        return self.process_group
 
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> DDP:

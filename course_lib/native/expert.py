@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import comm
 from course_lib.layout.experts import ExpertLayout, check_expert_parallel
-from course_lib.model.moe import MoE, Routing, combine, count_load, dispatch, moe_layers, moe_losses
-from course_lib.parallel.engine import Engine, MicroBatches, share_of, trainable
+from course_lib.model.moe import MoE, Routing, combine, dispatch, moe_layers
+from course_lib.parallel.engine import Engine, MicroBatches, trainable
 
 MATRICES = ("gate", "up", "down")
 
@@ -75,24 +75,15 @@ class ExpertDDP(DistributedDataParallel, Engine):
         super().__init__(module, process_group=group)
         self.mesh, self.layout, self.norm_groups = mesh, layout, (mesh.get_group("ep"),)
 
-    def count_tokens(self, micro_batches: MicroBatches) -> int:
-        total = torch.tensor(super().count_tokens(micro_batches), device=self.device)
-        return int(comm.all_reduce(total, self.process_group))
+        self.loss_group, self.loss_op = group, "mean"
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        """Times the number of ranks, by which DDP divides."""
-        logits_BSV = self(x_BS)
-        logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        losses = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none")
-        auxiliary = moe_losses(self)
-        count_load(self)
-        return share_of(losses, num_tokens, auxiliary) * self.process_group.size()
+    def count_tokens(self, micro_batches: MicroBatches) -> float:
+        """A rank's in the mean: DDP divides by the number of ranks."""
+        total = torch.tensor(super().count_tokens(micro_batches), device=self.device)
+        return comm.all_reduce(total, self.process_group).item() / self.process_group.size()
 
     def finish(self) -> None:
         _mean_expert_gradients(self)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.process_group, op="mean")
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         for name, param in trainable(self.module):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -23,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.compat import PIPELINE_WARMS_UP_ON_GLOO
-from course_lib.parallel.engine import Engine, MicroBatches, NamedParameter
+from course_lib.parallel.engine import Engine, MicroBatches, NamedParameter, cross_entropy, share_of
 from course_lib.parallel.stages import check_stages, cut
 
 SCHEDULES = {
@@ -52,14 +51,11 @@ class Pipeline(nn.Module, Engine):
         layers = check_stages(model.config, len(self.rank_of_stage))
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == group.rank()]
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers) for stage in mine})
-        self.norm_groups = (group,)
+        self.norm_groups, self.loss_group = (group,), group
         self.runners = {}  # by number and shape of micro-batches
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         return run_schedule(self, micro_batches)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.group)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         return ((param, 1) for _, param in named_parameters(self) if param.requires_grad)
@@ -114,8 +110,7 @@ def _make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
     stages = [_make_stage(engine, int(stage), module, shape_BS) for stage, module in engine.stages.items()]
 
     def share_of_loss(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
-        logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        return F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten()) / count
+        return share_of(cross_entropy(logits_BSV, y_BS), count * y_BS.numel())
 
     schedule_class = SCHEDULES[engine.schedule]
     one_or_all = stages[0] if engine.schedule in _ONE_STAGE else stages

@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from course_lib import comm
 from course_lib.native.dtensor import DTensorEngine
 
 
@@ -31,7 +30,7 @@ class FSDP(DTensorEngine):
 
     def __init__(self, module: FSDPModule, group: dist.ProcessGroup, mesh: DeviceMesh, stage: int) -> None:
         super().__init__(module, mesh)
-        self.group, self.stage = group, stage
+        self.loss_group, self.loss_op, self.stage = group, "mean", stage
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -45,9 +44,6 @@ class FSDP(DTensorEngine):
         yield
         self.module.set_requires_gradient_sync(True)
         self.module.set_reshard_after_backward(True)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.group, op="mean")
 
 
 def build(model: nn.Module, group: dist.ProcessGroup, stage: int = 3, shard_size: int | None = None) -> FSDP:

@@ -1,20 +1,18 @@
-"""The controls that several panels have, by the names that Layout, Run and Cluster give their fields."""
+"""The controls of all panels, and the runs and clusters that their values mean: named as their fields are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from course_lib.config import PRESETS
+from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.record import DEFAULTS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
-from course_lib.memory.budget import Budget
 from course_lib.memory.states import OPTIMIZERS, RECIPES
-from course_lib.palette import KINDS
 from course_lib.panels.record import Control, Value
-from course_lib.panels.svg import Bars
+from course_lib.run import Run
 
 Options = tuple[tuple[str, Value], ...]
 
@@ -35,44 +33,60 @@ def of_table(table: Mapping, keep=lambda record: True) -> Options:
     return tuple((record.name, key) for key, record in table.items() if keep(record))
 
 
-_NODE_LINKS = of_table(LINKS, lambda known: known.kind in ("nvlink", "pci"))
-_NETWORKS = of_table(LINKS, lambda known: known.kind == "network")
+LENGTHS = powers(64, 131_072)
+_TIMES = named((0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0))
 _BF16_GPUS = of_table(GPUS, lambda known: known.bf16_flops)
-_CONTROLS: dict[str, tuple[str, str, Options]] = {  # what it is called, how it is chosen, from what
-    "model": ("model", "list", named(name for name, config in PRESETS.items() if config.family == "llama")),
-    "seq_len": ("sequence", "slider", powers(64, 2**20)),
-    "micro_batch": ("micro-batch", "slider", powers(1, 64)),
-    "micro_batches": ("micro-batches", "slider", powers(1, 512, 120)),
-    "recipe": ("precision", "list", named(RECIPES)),
-    "optimizer": ("optimizer", "list", named(OPTIMIZERS)),
-    "attention": ("attention", "list", (("fused (FlashAttention)", "fused"), ("standard (all scores)", "standard"))),
-    "recompute": ("recomputation", "list", named(("none", "selective", "full"))),
-    "gpu": ("GPU", "list", _BF16_GPUS),
-    "inside": ("inside a node", "list", _NODE_LINKS),
-    "between": ("between nodes", "list", _NETWORKS),
-    "gpus_per_node": ("GPUs a node", "slider", powers(1, 64)),
-    "dp": ("dp", "slider", powers(1, 2048)),
-    "cp": ("cp", "slider", powers(1, 64)),
-    "tp": ("tp", "slider", powers(1, 64)),
-    "pp": ("pp", "slider", powers(1, 64)),
-    "ep": ("ep", "slider", powers(1, 256)),
-    "zero_stage": ("ZeRO stage", "slider", named(range(4))),
-    "sequence_parallel": ("SP", "list", (("no", False), ("yes", True))),
-    "regather": ("inputs kept", "list", (("all tokens", False), ("own tokens (SP), gathered again", True))),
-    "schedule": ("schedule", "list", ()),
-    "v": ("stages a rank", "slider", named(range(1, 9))),
-    "cp_method": ("method", "list", named(CP_METHODS)),
-    "cp_sharding": ("sequence sharding", "list", named(SEQUENCE_SHARDINGS)),
+_LISTS: dict[str, tuple[str, Options]] = {  # what it is called, from what is chosen
+    "model": ("model", named(PRESETS)),
+    "recipe": ("precision", named(RECIPES)),
+    "optimizer": ("optimizer", named(OPTIMIZERS)),
+    "attention": ("attention", (("fused (FlashAttention)", "fused"), ("standard (all scores)", "standard"))),
+    "recompute": ("recomputation", named(("none", "selective", "full"))),
+    "gpu": ("GPU", _BF16_GPUS),
+    "inside": ("inside a node", of_table(LINKS, lambda known: known.kind in ("nvlink", "pci"))),
+    "between": ("between nodes", of_table(LINKS, lambda known: known.kind == "network")),
+    "link": ("slowest link", of_table(LINKS)),
+    "sequence_parallel": ("SP", (("no", False), ("yes", True))),
+    "regather": ("inputs kept", (("all tokens", False), ("own tokens (SP), gathered again", True))),
+    "fewer_at_ends": ("layers", (("evenly", False), ("one less at both ends", True))),
+    "overlap": ("overlap with backward", (("yes", True), ("no", False))),
+    "cp_method": ("method", named(CP_METHODS)),
+    "cp_sharding": ("sequence sharding", named(SEQUENCE_SHARDINGS)),
+    "schedule": ("schedule", ()),
+}
+_SLIDERS: dict[str, tuple[str, Options]] = {
+    "seq_len": ("sequence", LENGTHS),
+    "micro_batch": ("micro-batch", powers(1, 64)),
+    "micro_batches": ("micro-batches", powers(1, 512, 120)),
+    "gpus_per_node": ("GPUs a node", powers(1, 64)),
+    "gpus": ("GPUs", powers(8, 512)),
+    "sequences": ("sequences a step", powers(64, 4096)),
+    "dp": ("dp", powers(1, 2048)),
+    **{axis: (axis, powers(1, 64)) for axis in ("cp", "tp", "pp")},
+    "ep": ("ep", powers(1, 256)),
+    "zero_stage": ("ZeRO stage", named(range(4))),
+    "v": ("stages a rank", named(range(1, 9))),
+    "buckets": ("buckets", named(range(1, 25))),
+    "ranks": ("ranks", powers(2, 1024)),
+    **{name: (name.replace("_", " "), _TIMES) for name in ("forward", "input_gradient", "weight_gradient")},
+    "transfer": ("transfer", named((0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0))),
+    "experts": ("experts", powers(4, 128)),
+    "top_k": ("k", named((1, 2, 3, 4, 6, 8))),
+    "capacity": ("capacity", (("none: dropless", 0.0), *named((0.5, 1.0, 1.25, 1.5, 2.0, 4.0)))),
+    "nodes": ("nodes", powers(1, 16)),
+    "max_nodes": ("nodes a token", (("no limit", 0), *named((1, 2, 3, 4)))),
+    "skew": ("skew", named((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))),
+    "d_model": ("d_model", powers(512, 8192)),
 }
 
 
 def controls(**starts: Value | tuple[Value, Options]) -> dict[str, Control]:
     """Return the controls of these names with what they start at, or (start, options) for others than the table's."""
     found = {}
-    for name, start in starts.items():
-        label, kind, usual = _CONTROLS[name]
-        first, options = start if isinstance(start, tuple) else (start, usual)
-        found[name] = Control(label, options, first, kind)
+    for name, given in starts.items():
+        label, usual = (_LISTS | _SLIDERS)[name]
+        start, options = given if isinstance(given, tuple) else (given, usual)
+        found[name] = Control(label, options, start, "slider" if name in _SLIDERS else "list")
     return found
 
 
@@ -85,19 +99,16 @@ def layout_of(values: Mapping[str, Value]) -> Layout:
     return Layout(**{name: value for name, value in values.items() if name in DEFAULTS})
 
 
+def run_of(values: Mapping[str, Value], config: ModelConfig | None = None, **fields) -> Run:
+    """Return the run that these values describe, of their model unless another is given.
+
+    Raises   ValueError as `Layout` and `Run`
+    """
+    how = {name: values[name] for name in ("recipe", "attention", "optimizer") if name in values} | fields
+    return Run(config or preset(values["model"]), layout_of(values), values["seq_len"], **how)
+
+
 def cluster_of(values: Mapping) -> Cluster:
     """Return the cluster that these values describe: 8 GPUs a node unless they say how many, the GPU's own links."""
     inside = values.get("inside", gpu(values["gpu"]).link)
     return Cluster(gpu(values["gpu"]), link(inside), link(values["between"]), values.get("gpus_per_node", 8))
-
-
-def kinds_of(budget: Budget) -> dict[str, float]:
-    """Return the bytes of a budget's largest moment by kind, as a bar has them."""
-    found = budget.at_peak | {"overhead": sum(budget.overheads.values())}
-    return {kind: found[kind] for kind in KINDS if found.get(kind)}
-
-
-def budget_bars(title: str, budgets: Mapping[str, Budget], gpus: Iterable[str], **look) -> Bars:
-    """Return a bar for each budget, and lines at what programs see of these GPUs; keys of `hardware.GPUS`."""
-    limits = {gpu(key).name: gpu(key).usable_bytes for key in gpus}
-    return Bars(title, {label: kinds_of(budget) for label, budget in budgets.items()}, limits=limits, **look)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from course_lib.panels.svg import Form, drawing
+from course_lib.panels.svg import Chart, drawing
 
 Value = str | int | float | bool
-Shown = tuple[list[Form], str]  # forms one below the other, and what they show in words
+Shown = tuple[list[Chart], str]  # charts one below the other, and what they show in words
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class Control:
 class Answer:
     """What a panel shows for some values: an SVG, empty for what cannot be, and a sentence for those who see none."""
 
-    forms: tuple[Form, ...]
+    charts: tuple[Chart, ...]
     said: str
     svg: str = field(repr=False)
 
     @property
     def possible(self) -> bool:
-        return bool(self.forms)
+        return bool(self.charts)
 
 
 @dataclass(frozen=True)
 class Panel:
     """Controls, and what they show.
 
-    draw      the values by name -> forms and a sentence; ValueError for what cannot be
+    draw      the values by name -> charts and a sentence; ValueError for what cannot be
     presets   values to start from, by a name for people, each with what is to be said of them
     slow      functions like `draw` that take longer than a slider can wait for, by the name of their button
     """
@@ -106,8 +106,8 @@ class Panel:
 def answer_of(title: str, draw: Callable[[], Shown], notes: Iterable[str] = ()) -> Answer:
     """Return what `draw` makes as one picture with its words, or why it cannot be."""
     try:
-        forms, said = draw()
+        charts, said = draw()
     except ValueError as error:
         return Answer((), f"Not possible. {error}", "")
     said = " ".join(filter(None, [said, *notes]))
-    return Answer(tuple(forms), said, drawing(title, said, forms))
+    return Answer(tuple(charts), said, drawing(title, said, charts))

@@ -1,25 +1,26 @@
-"""Pictures of panels: rows of bars, columns, lanes over time, each a record; `drawing` makes one SVG of several.
+"""Pictures of panels: rows of boxes over an axis, as records; `drawing` makes one SVG of several.
 
-    drawing("Memory", "8.2 GB fit.", [Bars("Largest moment", {"rank 0": {"parameters": 2e9, "gradients": 2e9}})])
+    drawing("Memory", "8.2 GB fit.", [bars("Largest moment", {"rank 0": {"parameters": 2e9, "gradients": 2e9}})])
 
 Axes are linear and start at 0 where they measure bytes or seconds. What is drawn stands in the records, so that tests
-read numbers and not pixels. A picture is WIDTH units wide, and as high as its forms; a host scales it. Its colours are
+read numbers and not pixels. A picture is WIDTH units wide, and as high as its charts; a host scales it. Its colours are
 those of the course; ink and ground follow Jupyter's theme, elsewhere the reader's light or dark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from course_lib.palette import AXIS_COLORS, KIND_COLORS, OKABE_ITO, mix, text_on
 from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for
 
 WIDTH, LARGEST_HEIGHT = 720, 468  # 1,000 x 650 on a page 1,000 pixels wide
-_EM = 0.6  # width of a letter, in font sizes
+_ROW, _NAME = 22, 13  # heights: of a row, of a name above the rows
 _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range",
     OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient",
@@ -55,87 +56,12 @@ _CSS = (
 )
 _PLAIN = {"ink": "#1a1a1a", "soft": "#595959", "faint": "#ededed", "grid": "#dcdcdc", "rule": "#1a1a1a"}  # without CSS
 
-Unit = Literal["bytes", "seconds", "time", "share", "count", "exponent"]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Rows of parts that lie end to end: label -> part -> amount. Lines mark limits; `notes` stand behind the sums."""
-
-    title: str
-    rows: Mapping[str, Mapping[str, float]]
-    unit: Unit = "bytes"
-    limits: Mapping[str, float] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-    chosen: str = ""
-
-    def draw(self, top: float) -> tuple[list[str], float]:
-        sums = {label: sum(parts.values()) for label, parts in self.rows.items()}
-        end = max([*sums.values(), *self.limits.values(), 1e-12])
-        ends = {label: f"{amount(size, self.unit, end)}{self.notes.get(label, '')}" for label, size in sums.items()}
-        left = 20 + max(width(label) for label in self.rows)
-        right = WIDTH - 14 - min(200, max(width(words) for words in ends.values()))
-        scale = (right - left) / end
-        lines, y = _limit_lines({name: left + scale * at for name, at in self.limits.items()}, top + 22)
-        ticks, bottom = _axis(left, right, 0, end, self.unit, y, y + 22 * len(self.rows))
-        found, sums_in_words = [_title(self.title, top), *ticks], []
-        for row, (label, parts) in enumerate(self.rows.items()):
-            at, middle = left, y + 22 * row + 15
-            found.append(text(left - 6, middle, label, "end", bold=label == self.chosen))
-            for part, size in parts.items():
-                words = part if scale * size > width(part) + 8 else ""
-                found += box((at, y + 22 * row + 2, scale * size, 18), part, words, f"{part} {amount(size, self.unit)}")
-                at += scale * size
-            sums_in_words.append(text(max(at, left) + 6, middle, ends[label], bold=label == self.chosen))
-        found += [one.format(bottom=y + 22 * len(self.rows)) for one in lines] + sums_in_words
-        legend, bottom = _legend([part for parts in self.rows.values() for part in parts if parts[part]], bottom)
-        return [*found, *legend], bottom
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns of parts that lie one on the other, with a label below each that has room; lines mark limits."""
-
-    title: str
-    columns: Sequence[Mapping[str, float]]
-    labels: Sequence[str]
-    unit: Unit = "bytes"
-    limits: Mapping[str, float] = field(default_factory=dict)
-    chosen: str = ""
-    height: float = 130
-
-    def draw(self, top: float) -> tuple[list[str], float]:
-        end = max([sum(parts.values()) for parts in self.columns] + [*self.limits.values(), 1e-12])
-        factor, unit = _scale_of(end, self.unit)
-        left, right, base = 60, WIDTH - 14, top + 24 + self.height
-        pitch = (right - left) / len(self.columns)
-        found = [_title(f"{self.title}{f' ({unit})' if unit else ''}", top)]
-        for tick in ticks_of(0, end / factor, 4):
-            at = base - self.height * tick * factor / end
-            found.append(line(left, at, right, at, "grid"))
-            found.append(text(left - 5, at + 4, f"{tick:,.6g}", "end", "soft", 11))
-        every = math.ceil(max(width(label, 11) + 4 for label in self.labels) / pitch)
-        for place, (label, parts) in enumerate(zip(self.labels, self.columns, strict=True)):
-            at, x = base, left + pitch * place
-            for part, size in parts.items():
-                high = self.height * size / end
-                at -= high
-                gap = min(2, pitch / 8)
-                found += box(
-                    (x + gap, at, pitch - 2 * gap, high), part, "", f"{label}: {part} {amount(size, self.unit)}"
-                )
-            if place % every == 0:
-                found.append(text(x + pitch / 2, base + 14, label, "middle", size=11, bold=label == self.chosen))
-        for name, size in self.limits.items():
-            at = base - self.height * size / end
-            found += [line(left, at, right, at, "rule", "4 3"), text(right, at - 4, name, "end", size=11)]
-        legend, bottom = _legend([part for parts in self.columns for part in parts if parts[part]], base + 20)
-        return [*found, *legend], bottom
+Unit = Literal["bytes", "seconds", "share", "count", "exponent"]
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a lane does from `start` to `stop`; `shade` is how much white is mixed in."""
+    """A part of a row from `start` to `stop`, its words in it where they fit; `shade`: so much white mixed in."""
 
     start: float
     stop: float
@@ -144,61 +70,144 @@ class Box:
     shade: float = 0.0
 
 
+class _Frame(NamedTuple):
+    """Where a chart lies: its axis from `first` to `last`, its rows from `near` to `far`, one each `pitch`."""
+
+    first: float
+    last: float
+    near: float
+    far: float
+    pitch: float
+
+
 @dataclass(frozen=True)
-class Lanes:
-    """Rows over an axis, each with its boxes; `marks` are lines through all rows, `notes` stand behind them."""
+class Chart:
+    """Rows of boxes over an axis; `marks` are lines through all rows, `notes` stand behind a row.
+
+    ground    what a row leaves free is seen: time that nobody uses
+    upright   rows are columns, so many units high
+    """
 
     title: str
-    lanes: Mapping[str, Sequence[Box]]
-    start: float
+    rows: Mapping[str, Sequence[Box]]
     stop: float
-    unit: Unit = "seconds"
+    start: float = 0.0
+    unit: Unit = "bytes"
     marks: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    chosen: str = ""
+    ground: bool = False
+    upright: int = 0
 
     def draw(self, top: float) -> tuple[list[str], float]:
-        left = 20 + max(width(label) for label in self.lanes)
-        right = WIDTH - 14 - max([width(note) for note in self.notes.values()], default=0)
-        scale, high = (right - left) / (self.stop - self.start), 24
-        lines, y = _limit_lines({n: left + scale * (at - self.start) for n, at in self.marks.items()}, top + 22)
-        ticks, bottom = _axis(left, right, self.start, self.stop, self.unit, y, y + high * len(self.lanes))
-        found = [_title(self.title, top), *ticks]
-        for row, (label, boxes) in enumerate(self.lanes.items()):
-            place = y + high * row
-            found.append(text(left - 6, place + 16, label, "end"))
-            found.append(f'<rect x="{left}" y="{place + 2:g}" width="{right - left:.1f}" height="20"{look("faint")}/>')
+        """Return the elements of the picture below `top`, and where it ends."""
+        if self.upright:
+            frame = _Frame(top + 24 + self.upright, top + 24, 60, WIDTH - 14, (WIDTH - 74) / len(self.rows))
+            bottom, unit = frame.first + 20, _scale_of(self.stop, self.unit)[1]
+        else:
+            near, high = top + _ROW + _NAME * len(self.marks), _ROW * len(self.rows)
+            right = WIDTH - 14 - min(210, max(map(_width, self.notes.values()), default=0))
+            frame = _Frame(20 + max(map(_width, self.rows)), right, near, near + high, _ROW)
+            bottom, unit = frame.far + 18, ""
+        legend, bottom = _legend([one.part for boxes in self.rows.values() for one in boxes], bottom)
+        title = _text(8, top + 13, self.title + f" ({unit})" * bool(unit), size=13, bold=True)
+        return [title, *self._ticks(frame), *self._boxes(frame), *self._marks(frame), *legend], bottom
+
+    def _at(self, frame: _Frame, value: float) -> float:
+        return frame.first + (frame.last - frame.first) * (value - self.start) / (self.stop - self.start)
+
+    def _ticks(self, frame: _Frame) -> Iterator[str]:
+        """Lines at round numbers."""
+        factor, name = _scale_of(self.stop, self.unit)
+        form = "1e{:.0f}" if self.unit == "exponent" else "{:,.6g}" + f" {name}" * (bool(name) and not self.upright)
+        for tick in ticks_of(self.start / factor, self.stop / factor, 4 if self.upright else 8):
+            at = self._at(frame, tick * factor)
+            yield self._across(frame, at, "grid")
+            place = (frame.near - 5, at + 4, "end") if self.upright else (at, frame.far + 13, "middle")
+            yield _text(*place[:2], form.format(tick), place[2], "soft", 11)
+
+    def _across(self, frame: _Frame, at: float, name: str, longer: float = 0, dashes: str = "") -> str:
+        ends = (frame.near, at, frame.far, at) if self.upright else (at, frame.near - longer, at, frame.far)
+        return _line(*ends, name, dashes)
+
+    def _boxes(self, frame: _Frame) -> Iterator[str]:
+        """Each row's boxes, its label before them and its note behind."""
+        every = math.ceil(max(_width(label, 11) + 4 for label in self.rows) / frame.pitch)
+        gap = min(2, frame.pitch / 8)
+        for place, (label, boxes) in enumerate(self.rows.items()):
+            near, bold = frame.near + frame.pitch * place, label == self.chosen
+            if self.ground:
+                whole = f'x="{frame.first:.1f}" y="{near + gap:.1f}" width="{frame.last - frame.first:.1f}"'
+                yield f'<rect {whole} height="{frame.pitch - 2 * gap:.1f}"{_look("faint")}/>'
+            end = frame.last if self.ground else frame.first
             for one in boxes:
-                x, wide = left + scale * (one.start - self.start), scale * (one.stop - one.start)
-                words = one.words if wide > width(one.words, 10) else ""
-                found += box((x, place + 2, wide, 20), one.part, words, f"{one.part} {one.words}", one.shade, 10)
-            found.append(text(right + 6, place + 16, self.notes.get(label, "")))
-        found += [one.format(bottom=y + high * len(self.lanes)) for one in lines]
-        legend, bottom = _legend([one.part for boxes in self.lanes.values() for one in boxes], bottom)
-        return [*found, *legend], bottom
+                start, stop = self._at(frame, one.start), self._at(frame, one.stop)
+                along, across = (min(start, stop), abs(stop - start)), (near + gap, frame.pitch - 2 * gap)
+                (x, wide), (y, high) = (across, along) if self.upright else (along, across)
+                words = f" {one.words}" * (one.words not in ("", one.part))
+                says = f"{label}: {one.part}{words}, {amount(one.stop - one.start, self.unit)}"
+                yield from _box((x, y, wide, high), one.part, "" if self.upright else one.words, says, one.shade)
+                end = max(end, stop)
+            if not self.upright:
+                yield _text(frame.first - 6, near + 15, label, "end", bold=bold)
+                yield _text(end + 6, near + 15, self.notes.get(label, ""), bold=bold)
+            elif place % every == 0:
+                yield _text(near + frame.pitch / 2, frame.first + 14, label, "middle", size=11, bold=bold)
+
+    def _marks(self, frame: _Frame) -> Iterator[str]:
+        """Lines with their names; above rows one below the other, from the right, so that no line crosses a name."""
+        names = sorted(self.marks.items(), key=lambda mark: -mark[1])
+        for place, (name, value) in enumerate(names):
+            at, above = self._at(frame, value), _NAME * (len(names) - place)
+            yield self._across(frame, at, "rule", above - 2, "4 3")
+            x, y = (frame.far, at - 4) if self.upright else (at - 4, frame.near - above + 9)
+            yield _text(x, y, name, "end", size=11)
 
 
-Form = Bars | Columns | Lanes
+Amounts = Mapping[str, Mapping[str, float]]  # label -> part -> how much
 
 
-def drawing(title: str, said: str, forms: Iterable[Form]) -> str:
-    """Return forms one below the other as one SVG, with its title and what it shows in words."""
+def bars(title: str, rows: Amounts, unit: Unit = "bytes", **fields) -> Chart:
+    """Return a bar for each label, its parts end to end, its sum behind it."""
+    chart, notes = _from_zero(title, rows, unit, fields), fields.get("notes", {})
+    sums = {label: amount(sum(parts.values()), unit, chart.stop) for label, parts in rows.items()}
+    return replace(chart, notes={label: words + notes.get(label, "") for label, words in sums.items()})
+
+
+def columns(title: str, rows: Amounts, unit: Unit = "bytes", **fields) -> Chart:
+    """Return a column for each label, its parts one on the other."""
+    return _from_zero(title, rows, unit, {"upright": 130} | fields)
+
+
+def _from_zero(title: str, rows: Amounts, unit: Unit, fields: dict) -> Chart:
+    found = {label: [] for label in rows}
+    for label, parts in rows.items():
+        ends = list(accumulate(parts.values(), initial=0.0))
+        found[label] = [
+            Box(*edges, part, part) for part, *edges in zip(parts, ends, ends[1:], strict=False) if edges[1] > edges[0]
+        ]
+    stop = max([*(sum(parts.values()) for parts in rows.values()), *fields.get("marks", {}).values(), 1e-12])
+    return Chart(title, found, stop, unit=unit, **fields)
+
+
+def drawing(title: str, said: str, charts: Iterable[Chart]) -> str:
+    """Return charts one below the other as one SVG, with its title and what it shows in words."""
     found, top = [], 6.0
-    for form in forms:
-        drawn, top = form.draw(top)
+    for chart in charts:
+        drawn, top = chart.draw(top)
         found += drawn
-    body = "".join(found)
-    used = [part for part in HATCHES if f"url(#{_hatch_id(part)})" in body]
+    body, high = "".join(found), math.ceil(top)
     patterns = "".join(
         f'<pattern id="{_hatch_id(part)}" width="6" height="6" patternUnits="userSpaceOnUse">'
-        f'<path d="{HATCHES[part]}" stroke="#fff" stroke-width="1" stroke-linecap="round"/></pattern>'
-        for part in used
+        f'<path d="{path}" stroke="#fff" stroke-width="1" stroke-linecap="round"/></pattern>'
+        for part, path in HATCHES.items()
+        if f"url(#{_hatch_id(part)})" in body
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {math.ceil(top)}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {high}" role="img" '
         f'width="100%" style="max-width:900px" font-family="system-ui, sans-serif" font-size="12">'
         f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{_CSS}</style>"
-        f"<defs>{patterns}</defs>"
-        f'<rect class="ground" width="{WIDTH}" height="{math.ceil(top)}" fill="#fff"/>{body}</svg>'
+        f'<defs>{patterns}</defs><rect class="ground" width="{WIDTH}" height="{high}" fill="#fff"/>{body}</svg>'
     )
 
 
@@ -218,7 +227,7 @@ def amount(size: float, unit: Unit, largest: float = 0.0) -> str:
         return show_bytes(size, unit_for(largest) if largest else None)
     if unit == "seconds":
         return show_seconds(size)
-    return f"{100 * size:.0f} %" if unit == "share" else three_digits(size)
+    return {"share": f"{100 * size:.0f} %", "exponent": f"{size:.0f} powers of ten"}.get(unit, three_digits(size))
 
 
 def ticks_of(start: float, stop: float, most: int) -> list[float]:
@@ -229,44 +238,41 @@ def ticks_of(start: float, stop: float, most: int) -> list[float]:
     return [step * place for place in range(math.ceil(start / step), math.floor(stop / step * (1 + 1e-9)) + 1)]
 
 
-def width(words: str, size: float = 12) -> float:
-    return _EM * size * len(words)
-
-
 # ------------------------------------------------------------------------------------ elements
-def look(name: str) -> str:
+def _width(words: str, size: float = 12) -> float:
+    return 0.6 * size * len(words)
+
+
+def _look(name: str) -> str:
     """A class for the theme, and its light colour where styles are taken out."""
     return f' class="{name}" {"stroke" if name in ("grid", "rule") else "fill"}="{_PLAIN[name]}"'
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", ink: str = "ink", size: float = 12, bold=False) -> str:
-    if not words:
-        return ""
-    heavy = ' font-weight="bold"' if bold else ""
-    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
-    return f"<text {at}{heavy}{look(ink)}>{escape(words)}</text>"
+def _text(x: float, y: float, words: str, anchor: str = "start", ink: str = "ink", size: float = 12, bold=False) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"' + ' font-weight="bold"' * bold
+    return f"<text {at}{_look(ink)}>{escape(words)}</text>" * bool(words)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, name: str, dashes: str = "") -> str:
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{dashed}{look(name)}/>'
+def _line(x1: float, y1: float, x2: float, y2: float, name: str, dashes: str = "") -> str:
+    dashed = f' stroke-dasharray="{dashes}"' * bool(dashes)
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{dashed}{_look(name)}/>'
 
 
-def box(place: tuple[float, float, float, float], part: str, words="", says="", shade=0.0, size=11) -> list[str]:
-    """A filled box (x, y, width, height) with its words in the middle; nothing where it is too thin to be seen."""
+def _box(place: tuple[float, float, float, float], part: str, words="", says="", shade=0.0) -> list[str]:
+    """A filled box (x, y, width, height) with its words where they fit; nothing where it is too thin to be seen."""
     x, y, wide, high = place
-    if wide < 0.05 or high < 0.05:
+    if min(wide, high) < 0.05:
         return []
     color = mix(COLORS[part], "#FFFFFF", shade) if shade else COLORS[part]
     at = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-    edge = ' class="edge" stroke="#fff" stroke-width="0.6"' if wide > 3 and high > 3 else ""
+    edge = ' class="edge" stroke="#fff" stroke-width="0.6"' * (min(wide, high) > 3)
     found = [f'<rect {at} fill="{color}"{edge}><title>{escape(says)}</title></rect>']
     if part in HATCHES:
         found.append(f'<rect {at} fill="url(#{_hatch_id(part)})" pointer-events="none"/>')
-    if words:
-        ground = f'stroke="{color}" stroke-width="3" paint-order="stroke"' if part in HATCHES else ""
-        at = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle" font-size="{size}"'
-        found.append(f'<text {at} fill="{text_on(color)}" {ground} pointer-events="none">{escape(words)}</text>')
+    if words and wide > _width(words, 11) + 2:
+        ground = f'stroke="{color}" stroke-width="3" paint-order="stroke" ' * (part in HATCHES)
+        at = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle" font-size="11"'
+        found.append(f'<text {at} fill="{text_on(color)}" {ground}pointer-events="none">{escape(words)}</text>')
     return found
 
 
@@ -274,45 +280,14 @@ def _hatch_id(part: str) -> str:
     return f"{NAME}-{part.replace(' ', '-')}"
 
 
-def _title(words: str, top: float) -> str:
-    return text(8, top + 13, words, size=13, bold=True)
-
-
-def _axis(left, right, start, stop, unit: Unit, top, bottom) -> tuple[list[str], float]:
-    """Lines at round numbers from top to bottom, with the numbers below."""
-    factor, name = _scale_of(stop, unit)
-    found = []
-    for tick in ticks_of(start / factor, stop / factor, 8):
-        at = left + (right - left) * (tick * factor - start) / (stop - start)
-        words = f"1e{tick:.0f}" if unit == "exponent" else f"{tick:,.6g} {name}".strip()
-        found += [line(at, top, at, bottom, "grid"), text(at, bottom + 13, words, "middle", "soft", 11)]
-    return found, bottom + 18
-
-
-def _limit_lines(places: Mapping[str, float], top: float) -> tuple[list[str], float]:
-    """Lines at some x with their names above them, in as many rows as they need; and where the rows end."""
-    found, ends = [], []
-    for name, at in sorted(places.items(), key=lambda place: place[1]):
-        half = width(name, 11) / 2
-        middle = min(max(at, half + 4), WIDTH - half - 4)
-        row = next((row for row, end in enumerate(ends) if end < middle - half), len(ends))
-        ends[row:] = [middle + half + 6]
-        y = top + 13 * row + 9
-        dashed = '<line x1="{0:.1f}" y1="{1:.1f}" x2="{0:.1f}" y2="{{bottom:.1f}}" stroke-dasharray="4 3"{2}/>'
-        found.append(dashed.format(at, y + 3, look("rule")))
-        found.append(text(middle, y, name, "middle", size=11).replace("{", "{{").replace("}", "}}"))
-    return found, top + 13 * len(ends) + (2 if ends else 0)
-
-
 def _legend(parts: Iterable[str], top: float) -> tuple[list[str], float]:
     """A square and a name for each part, in lines that fit; none for one part alone."""
-    found, x, y = [], 14.0, top + 4
-    names = list(dict.fromkeys(parts))
+    found, x, y, names = [], 14.0, top + 4, list(dict.fromkeys(parts))
     if len(names) < 2:
         return [], top + 8
     for name in names:
-        if x + 18 + width(name, 11) > WIDTH - 10:
+        if x + 18 + _width(name, 11) > WIDTH - 10:
             x, y = 14.0, y + 17
-        found += [*box((x, y, 12, 12), name), text(x + 17, y + 10, name, size=11)]
-        x += 30 + width(name, 11)
+        found += [*_box((x, y, 12, 12), name), _text(x + 17, y + 10, name, size=11)]
+        x += 30 + _width(name, 11)
     return found, y + 26

@@ -27,30 +27,22 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
-from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace
+from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace, cross_entropy
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
-from course_lib.parallel.tiles import Exchange, Plan, block_attention
+from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 
 FAMILIES = ("llama", "gpt")
 _TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
-
-
-def cross_entropy(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
-    """Cross-entropy of each token, in float32 at least."""
-    logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
-    return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="none").view_as(y_Bs)
 
 
 # --- a model
@@ -81,14 +73,17 @@ class ContextParallel(ModelEngine):
 
     def __init__(self, module: nn.Module, context: Context) -> None:
         super().__init__(module, context.trace)
-        self.context = context
+        self.context, self.loss_group = context, context.group
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
         check_micro_batches(self, micro_batches)
         return super().count_tokens(micro_batches)
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+        """The losses of my tokens alone: those of all ranks are of all tokens."""
+        positions_s = self.context.positions(x_BS.shape[1]).to(x_BS.device)
+        logits_BsV = self(x_BS[:, positions_s], positions_s)
+        return self.context.token_losses(logits_BsV, y_BS[:, positions_s])
 
     def finish(self) -> None:
         """Sums each rank's gradients of its tokens' losses.
@@ -96,9 +91,6 @@ class ContextParallel(ModelEngine):
         Bytes    beside those of attention: 2 (cp - 1) / cp * (all gradients)
         """
         sum_gradients(self.parameters(), self.context.group)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.context.group)
 
 
 def build(
@@ -136,24 +128,24 @@ def build(
 def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
     """What takes the place of a block's own core, with its kernel: fused or standard."""
     kernel = next(name for name, function in CORES.items() if function is core)
-    plan = Plan(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
+    tiling = Tiling(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
     if context.outer_group is not None:
-        around = _core_over(Ring(context.outer_group, context.trace), plan)
+        around = _core_over(Ring(context.outer_group, context.trace), tiling)
         return ulysses_core(context.inner_group, "contiguous", around)
     if context.method == "ulysses":
         return ulysses_core(context.group, context.sequence_sharding, core)
     exchange = Ring(context.group, context.trace) if context.method == "ring" else Gathered(context.group)
-    return _core_over(exchange, plan)
+    return _core_over(exchange, tiling)
 
 
-def _core_over(exchange: Exchange, plan: Plan) -> Callable:
+def _core_over(exchange: Exchange, tiling: Tiling) -> Callable:
     """Return an attention core over the blocks of all ranks. With dropout it draws a seed each time it is called."""
 
     def over_all_ranks(
         q_BNsH: Tensor, k_BKsH: Tensor, v_BKsW: Tensor, causal: bool = True, dropout: float = 0.0
     ) -> Tensor:
         seed = torch.randint(2**62, ()).item() if dropout else 0  # of the generator that a checkpoint restores
-        this_time = replace(plan, causal=causal, dropout=dropout, seed=seed)
+        this_time = replace(tiling, causal=causal, dropout=dropout, seed=seed)
         return block_attention(q_BNsH, k_BKsH, v_BKsW, exchange, this_time)
 
     return over_all_ranks
@@ -203,14 +195,7 @@ def _check_cuttable(
             check_ulysses(*heads, cp_size // outer)
 
 
-# --- tokens, positions and the loss
-
-
-def loss_of(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-    """My tokens' part of the mean loss: their sum over the number of all tokens. The sum over ranks is the mean."""
-    positions_s = engine.context.positions(x_BS.shape[1]).to(x_BS.device)
-    logits_BsV = engine(x_BS[:, positions_s], positions_s)
-    return engine.context.token_losses(logits_BsV, y_BS[:, positions_s]).sum() / y_BS.numel()
+# --- micro-batches
 
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:

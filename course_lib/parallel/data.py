@@ -89,6 +89,7 @@ class DataParallel(nn.Module, Engine):
     ) -> None:
         super().__init__()
         self.module, self.group, self.trace = module, group, trace
+        self.loss_group, self.loss_op = group, "mean"
         if begin_equal:
             broadcast_parameters(module, group)
             for moe in moe_layers(module):
@@ -96,9 +97,6 @@ class DataParallel(nn.Module, Engine):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         return self.module(*inputs)
-
-    def mean_loss(self, share: torch.Tensor) -> torch.Tensor:
-        return comm.all_reduce(share, self.group, op="mean")
 
 
 # --- 1. naive

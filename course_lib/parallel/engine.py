@@ -22,12 +22,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.model.moe import balance_after_step
+from course_lib.model.moe import balance_after_step, count_load, moe_losses
 from course_lib.span import Span
-from course_lib.training import loss_of
 from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
 Trace = list[Span]
@@ -61,12 +61,15 @@ class Engine(Protocol):
     """What this file asks of an engine, beside what every nn.Module has. A technique replaces what is otherwise there.
 
     module        the model; an engine that has none replaces what uses it
+    loss_group    over which shares of the loss are added, or with loss_op "mean" averaged; None: a rank's is the whole
     norm_groups   over which squares of gradients are added, one group after the other
     is_sharded    whether the optimizer updates shards of flat buffers
     trace         where spans are recorded, if anywhere
     """
 
     module: nn.Module
+    loss_group: dist.ProcessGroup | None = None
+    loss_op: str = "sum"
     norm_groups: tuple[dist.ProcessGroup, ...] = ()
     is_sharded: bool = False
     trace: Trace | None = None
@@ -75,13 +78,17 @@ class Engine(Protocol):
         """Forward and backward of all micro-batches; returns this rank's share of the mean loss."""
         return one_after_another(self, micro_batches)
 
-    def count_tokens(self, micro_batches: MicroBatches) -> int:
+    def count_tokens(self, micro_batches: MicroBatches) -> float:
         """The tokens over which shares of the loss are taken."""
         return sum(y_BS.numel() for _, y_BS in micro_batches)
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        """What one micro-batch adds to the mean loss of num_tokens tokens."""
-        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+        """The loss of each token of a micro-batch that this rank answers for."""
+        return cross_entropy(self(x_BS), y_BS)
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: float) -> Tensor:
+        """What one micro-batch adds to the mean loss of num_tokens tokens, what balances experts included."""
+        return share_of(self.token_losses(x_BS, y_BS), num_tokens, balancing_loss(self))
 
     def no_sync(self) -> AbstractContextManager:
         """Around every micro-batch but the last: nothing to hold back where only `finish` sends."""
@@ -92,7 +99,7 @@ class Engine(Protocol):
 
     def mean_loss(self, share: Tensor) -> Tensor:
         """The mean loss of the global batch from this rank's share."""
-        return share
+        return share if self.loss_group is None else comm.all_reduce(share, self.loss_group, op=self.loss_op)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         """What this rank updates: parameters or shards, each with the ranks of `norm_groups` that hold the same."""
@@ -124,9 +131,26 @@ class ModelEngine(nn.Module, Engine):
 # --- the step
 
 
-def share_of(losses: Tensor, num_tokens: int, auxiliary: Tensor | None = None) -> Tensor:
-    """What the losses of some tokens, one each, add to the mean over num_tokens; perhaps none of them are here.
+def cross_entropy(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
+    """Cross-entropy of each token, in float32 at least."""
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
 
+
+def balancing_loss(module: nn.Module) -> Tensor | None:
+    """In training the loss that balances experts, after their load is counted; None where there is none."""
+    if not module.training:
+        return None
+    auxiliary = moe_losses(module)  # also without tokens: it sums the load over ranks
+    count_load(module)
+    return auxiliary
+
+
+def share_of(losses: Tensor, num_tokens: float, auxiliary: Tensor | None = None) -> Tensor:
+    """What the losses of some tokens, one each, add to the mean over num_tokens: the one rule of all engines.
+
+    Whose tokens num_tokens counts decides how ranks' shares become the mean. All ranks' tokens: the sum of shares, and
+    gradients are summed. One rank's: the mean of shares, and gradients are averaged. Perhaps no token is here.
     auxiliary   a loss of these tokens together, such as that which balances experts: it counts by their number
     """
     share = losses.sum() / num_tokens

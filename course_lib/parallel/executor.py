@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.model.moe import count_load, moe_losses
 from course_lib.parallel.channels import receive, send
-from course_lib.parallel.engine import MicroBatches
+from course_lib.parallel.engine import MicroBatches, balancing_loss, cross_entropy, share_of
 from course_lib.parallel.weight_gradients import WeightGradientStore
 from course_lib.schedules.instructions import Instruction
 from course_lib.schedules.messages import Message, Step
@@ -52,19 +50,17 @@ class StageRunner:
         """The stage's output; x is what has come, or the tokens."""
         return self.engine.stages[str(stage)](x)
 
-    def share_of_loss(self, logits: Tensor, y_BS: Tensor) -> Tensor:
-        """This micro-batch's part of the mean loss."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, 1), y_BS.flatten()) * (y_BS.numel() / self.num_tokens)
+    def token_losses(self, logits: Tensor, y_BS: Tensor) -> Tensor:
+        """The loss of each token that this rank answers for."""
+        return cross_entropy(logits, y_BS)
 
     def share_of_balancing(self, stage: int, y_BS: Tensor) -> Tensor | None:
-        """The same of the auxiliary losses of the stage's experts. It stays on the stage, as a second root of its B."""
-        module = self.engine.stages[str(stage)]
-        if not module.training:
-            return None
-        auxiliary = moe_losses(module)
-        count_load(module)
-        return None if auxiliary is None else auxiliary * (y_BS.numel() / self.num_tokens)
+        """The share of the auxiliary losses of the stage's experts, once for each token.
+
+        It stays on the stage, as a second root of its B.
+        """
+        auxiliary = balancing_loss(self.engine.stages[str(stage)])
+        return None if auxiliary is None else share_of(auxiliary.expand(y_BS.shape), self.num_tokens)
 
     def before_backward(self, stage: int, is_last: bool) -> None:
         """is_last: nothing will add to the stage's gradients after this B, I or W."""
@@ -153,7 +149,7 @@ class Executor:
             out = self.runner.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS)
             balancing = self.runner.share_of_balancing(stage, y_BS)
             if stage == self.engine.num_stages - 1:
-                out = self.runner.share_of_loss(out, y_BS)
+                out = share_of(self.runner.token_losses(out, y_BS), self.runner.num_tokens)
                 self.loss += out.detach()
                 roots, result = [out], None
             else:

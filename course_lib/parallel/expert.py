@@ -31,16 +31,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_parallel
-from course_lib.model.moe import MoE, count_load, moe_layers, moe_losses
+from course_lib.model.moe import MoE, moe_layers
 from course_lib.parallel import tensor
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
-from course_lib.parallel.engine import MicroBatches, ModelEngine, share_of, trainable
+from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
 from course_lib.parallel.expert_tensor import cut_over_tp
 from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
@@ -102,32 +101,20 @@ class ExpertParallel(ModelEngine):
         residual: ReplicatedResidual | ShardedResidual | None,
     ) -> None:
         super().__init__(module)
-        self.groups, self.layout, self.residual = groups, layout, residual
+        self.groups, self.layout, self.residual, self.loss_group = groups, layout, residual, groups.dp
         self.norm_groups = (groups.dp,) if groups.tp is None else (groups.dp, groups.tp)
         self.replica_group = None if residual is None else tensor.replica_group_of(module.config, residual.group)
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
         return count_tokens(self, micro_batches)
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
-        logits = self(x_BS)
-        if self.groups.tp is not None:
-            losses = vocab_cross_entropy(logits, y_BS, self.module.embed.first, self.groups.tp)
-        else:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = F.cross_entropy(logits.flatten(0, 1), y_BS.flatten(), reduction="none")
-        if not self.training:
-            return share_of(losses, num_tokens)
-        auxiliary = moe_losses(self)  # also without tokens: it sums the load over ranks
-        count_load(self)
-        return share_of(losses, num_tokens, auxiliary)
+    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+        if self.groups.tp is None:
+            return super().token_losses(x_BS, y_BS)
+        return vocab_cross_entropy(self(x_BS), y_BS, self.module.embed.first, self.groups.tp)
 
     def finish(self) -> None:
         _sum_over_ranks(self)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, self.groups.dp)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         groups, experts, cuts = self.groups, my_experts(self), cuts_of(self)

@@ -44,7 +44,7 @@ from course_lib.model import build as build_whole
 from course_lib.model import initial_weights
 from course_lib.model.moe import moe_layers
 from course_lib.parallel import pipeline, tensor, zero
-from course_lib.parallel.context import Context, core_of, cross_entropy
+from course_lib.parallel.context import Context, core_of
 from course_lib.parallel.data import BucketedDP, Sharing
 from course_lib.parallel.engine import Engine, MicroBatches, Trace
 from course_lib.parallel.executor import StageRunner
@@ -305,13 +305,13 @@ class CutStageRunner(StageRunner):
         run = self.engine.data_engines[name] if name in self.engine.data_engines else self.engine.stages[name]
         return run(self.mine(x) if stage == 0 else x, positions_s)
 
-    def share_of_loss(self, logits: Tensor, y_BS: Tensor) -> Tensor:
+    def token_losses(self, logits: Tensor, y_BS: Tensor) -> Tensor:
         y_Bs, tp_group = self.mine(y_BS), self.engine.groups.tp
         if tp_group.size() == 1:
-            return cross_entropy(logits, y_Bs).sum() / self.num_tokens
+            return super().token_losses(logits, y_Bs)
         head = self.engine.stages[str(self.engine.pipeline.num_stages - 1)].head
         first, _ = head.cuts["weight"].start_and_length(tp_group.rank())
-        return vocab_cross_entropy(logits, y_Bs, first, tp_group).sum() / self.num_tokens
+        return vocab_cross_entropy(logits, y_Bs, first, tp_group)
 
     def share_of_balancing(self, stage: int, y_BS: Tensor) -> Tensor | None:
         return super().share_of_balancing(stage, self.mine(y_BS))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group
-from course_lib.parallel.tiles import Block, Plan, block_attention
+from course_lib.parallel.tiles import Block, Tiling, block_attention
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,5 @@ def gathered_attention(
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
     return block_attention(
-        q_BNsH, k_BKsH, v_BKsH, Gathered(group), Plan(sequence_sharding, causal, kernel, merge_dtype)
+        q_BNsH, k_BKsH, v_BKsH, Gathered(group), Tiling(sequence_sharding, causal, kernel, merge_dtype)
     )

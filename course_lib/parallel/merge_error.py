@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from course_lib.parallel.positions import positions
-from course_lib.parallel.tiles import Plan, backward_over, forward_over
+from course_lib.parallel.tiles import Tiling, backward_over, forward_over
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class _Shares:
 
 
 def _ring_in_one_process(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, grad_BNSH: Tensor, ranks: int, plan: Plan
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, grad_BNSH: Tensor, ranks: int, tiling: Tiling
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the ranks of a ring compute, one after the other.
 
     Shapes   -> out_BNSH, dq_BNSH, dk_BKSH, dv_BKSH in the dtype of the inputs, in the sequence's order
     """
-    where = [positions(plan.sequence_sharding, q_BNSH.shape[2], ranks, rank) for rank in range(ranks)]
+    where = [positions(tiling.sequence_sharding, q_BNSH.shape[2], ranks, rank) for rank in range(ranks)]
     kv = [torch.cat([k_BKSH[:, :, at], v_BKSH[:, :, at]], -1) for at in where]
     results, shares = [torch.empty_like(x) for x in (q_BNSH, q_BNSH, k_BKSH, v_BKSH)], []
     for rank, at in enumerate(where):
         blocks = [((rank - step) % ranks, kv[(rank - step) % ranks]) for step in range(ranks)]
-        out_BNsH, lse_BNs = forward_over(q_BNSH[:, :, at], blocks, rank, plan)
+        out_BNsH, lse_BNs = forward_over(q_BNSH[:, :, at], blocks, rank, tiling)
         results[0][:, :, at] = out_BNsH.to(q_BNSH.dtype)
         shares.append(_Shares())
         saved = q_BNSH[:, :, at], results[0][:, :, at], lse_BNs
-        dq_BNsH, _ = backward_over(saved, grad_BNSH[:, :, at], blocks, rank, plan, shares[-1])
+        dq_BNsH, _ = backward_over(saved, grad_BNSH[:, :, at], blocks, rank, tiling, shares[-1])
         results[1][:, :, at] = dq_BNsH.to(q_BNSH.dtype)
     for home, at in enumerate(where):
         travelling = [shares[(home + step) % ranks].of_rank[home] for step in range(ranks)]
@@ -82,11 +82,11 @@ def merge_errors(ranks: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8), seq_len: int =
     Raises   ValueError if seq_len does not divide
     """
     inputs = _inputs_of(seq_len, torch.bfloat16)
-    exact = _ring_in_one_process(*(x.double() for x in inputs), 1, Plan("contiguous", False))
+    exact = _ring_in_one_process(*(x.double() for x in inputs), 1, Tiling("contiguous", False))
     found = []
     for size in ranks:
         for merge_dtype in (torch.float32, torch.bfloat16):
-            got = _ring_in_one_process(*inputs, size, Plan("contiguous", False, "standard", merge_dtype))
+            got = _ring_in_one_process(*inputs, size, Tiling("contiguous", False, "standard", merge_dtype))
             shares = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True))
             found.append(MergeError(size, merge_dtype, *shares))
     return found

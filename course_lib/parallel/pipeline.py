@@ -41,7 +41,7 @@ from course_lib.parallel.weight_gradients import DelayedWeightGradients
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
-from course_lib.schedules.messages import Step, plan
+from course_lib.schedules.messages import Step, steps_of_rank
 from course_lib.training.precision import gradient_of
 
 _AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
@@ -130,7 +130,7 @@ class Pipeline(nn.Module, Engine):
                     f"the schedule of {num_micro_batches} micro-batches puts stages on ranks {made.rank_of_stage}, but "
                     f"the model is cut for {self.rank_of_stage}; a schedule must place stages alike for any number"
                 )
-            self.plans[num_micro_batches] = plan(made, self.group.rank(), self.ahead)
+            self.plans[num_micro_batches] = steps_of_rank(made, self.group.rank(), self.ahead)
             self._prepare_to_split(made)
         return self.plans[num_micro_batches]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from course_lib.comm.conjugate import Group
 from course_lib.parallel.engine import Trace
-from course_lib.parallel.tiles import Block, Plan, block_attention
+from course_lib.parallel.tiles import Block, Tiling, block_attention
 from course_lib.span import Span
 
 
@@ -136,4 +136,4 @@ def ring_attention(
              as many again backward, and (cp - 1) * 2 B K s H * (itemsize of merge_dtype)
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group), Plan(sequence_sharding, causal, kernel, merge_dtype))
+    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group), Tiling(sequence_sharding, causal, kernel, merge_dtype))

@@ -56,8 +56,9 @@ class TensorParallel(ModelEngine):
         self.residual, self.replica_group = residual, replica_group_of(module.config, residual.group)
         self.norm_groups = (residual.group,)
 
-    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
-        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+        """The loss of each token, from logits in pieces."""
+        return vocab_cross_entropy(self(x_BS), y_BS, self.module.embed.first, self.residual.group)
 
     def finish(self) -> None:
         sum_replicas(self)
@@ -222,12 +223,7 @@ class RankDropout(Dropout):
             return super().forward(x)
 
 
-# --- the loss, and gradients of which each rank has a part
-
-
-def loss_of(engine: TensorParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, from logits in pieces."""
-    return vocab_cross_entropy(engine(x_BS), y_BS, engine.module.embed.first, engine.residual.group).mean()
+# --- gradients of which each rank has a part
 
 
 def sum_replicas(engine: ModelEngine) -> None:

@@ -172,7 +172,7 @@ def merge(out_BNqH: Tensor, lse_BNq1: Tensor, part_BNqH: Tensor, part_lse_BNq1: 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """What stays the same over all tiles of one attention.
 
     merge_dtype     of the sums, None for float32
@@ -204,19 +204,19 @@ class Plan:
         return kept_BNqk.to(torch.promote_types(q_BNqH.dtype, torch.float32)).div_(1 - self.dropout)
 
 
-def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan) -> tuple[Tensor, Tensor]:
+def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, tiling: Tiling) -> tuple[Tensor, Tensor]:
     """Attention of my queries over all blocks; my own must come first, because in it every query sees a key.
 
     Shapes   -> out_BNsH (in the dtype of the sums), lse_BNs (float32 at least)
     """
-    forward, dtype, out_BNsH, lse_BNs1 = KERNELS[plan.kernel].forward, plan.sum_dtype(q_BNsH), None, None
+    forward, dtype, out_BNsH, lse_BNs1 = KERNELS[tiling.kernel].forward, tiling.sum_dtype(q_BNsH), None, None
     for key_rank, kv_BKsU in blocks:
-        if (part := plan.tile(q_BNsH, rank, key_rank)) is None:
+        if (part := tiling.tile(q_BNsH, rank, key_rank)) is None:
             continue
-        with compute_span(plan.trace, f"forward, keys of {key_rank}"):
+        with compute_span(tiling.trace, f"forward, keys of {key_rank}"):
             q_BNqH, kv_BKkU = q_BNsH[:, :, part.queries], kv_BKsU[:, :, part.keys]
             k_BKkH, v_BKkW = keys_and_values(kv_BKkU, q_BNsH.shape[-1])
-            keep_BNqk = plan.keep(q_BNqH, k_BKkH, key_rank)
+            keep_BNqk = tiling.keep(q_BNqH, k_BKkH, key_rank)
             part_BNqH, part_lse_BNq = forward(q_BNqH, k_BKkH, v_BKkW, part.causal, keep_BNqk)
             part_BNqH, part_lse_BNq1 = part_BNqH.to(dtype), part_lse_BNq.unsqueeze(-1)
             if out_BNsH is None:
@@ -242,7 +242,7 @@ def backward_over(
     grad_BNsH: Tensor,
     blocks: Iterable[Block],
     rank: int,
-    plan: Plan,
+    tiling: Tiling,
     dkv_sum: DKVSum,
 ) -> tuple[Tensor, Tensor]:
     """dq of my queries, and by way of `dkv_sum` dk and dv of my keys and values. saved: q_BNsH, out_BNsH, lse_BNs.
@@ -250,18 +250,18 @@ def backward_over(
     Shapes   -> dq_BNsH, dkv_BKsU (both in the dtype of the sums)
     """
     q_BNsH, out_BNsH, lse_BNs = saved
-    dtype = plan.sum_dtype(q_BNsH)
+    dtype = tiling.sum_dtype(q_BNsH)
     dq_BNsH = None
     for key_rank, kv_BKsU in blocks:
-        if (part := plan.tile(q_BNsH, rank, key_rank)) is None:
+        if (part := tiling.tile(q_BNsH, rank, key_rank)) is None:
             dkv_sum.add(key_rank, torch.zeros_like(kv_BKsU, dtype=dtype))
             continue
-        with compute_span(plan.trace, f"backward, keys of {key_rank}"):
+        with compute_span(tiling.trace, f"backward, keys of {key_rank}"):
             rows = (slice(None), slice(None), part.queries)
             k_BKkH, v_BKkW = keys_and_values(kv_BKsU[:, :, part.keys], q_BNsH.shape[-1])
             saved = (q_BNsH[rows], k_BKkH, v_BKkW, out_BNsH[rows], lse_BNs[rows])
-            keep_BNqk = plan.keep(q_BNsH[rows], k_BKkH, key_rank)
-            dq_BNqH, *dkv = KERNELS[plan.kernel].backward(grad_BNsH[rows], *saved, part.causal, keep_BNqk)
+            keep_BNqk = tiling.keep(q_BNsH[rows], k_BKkH, key_rank)
+            dq_BNqH, *dkv = KERNELS[tiling.kernel].backward(grad_BNsH[rows], *saved, part.causal, keep_BNqk)
             if dq_BNsH is None:  # of my own keys: all of my rows
                 dq_BNsH = dq_BNqH.to(dtype)
             else:
@@ -287,12 +287,12 @@ class Exchange(Protocol):
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, exchange, plan):
+    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, exchange, tiling):
         kv_BKsU = torch.cat([k_BKsH, v_BKsH], -1)
-        out_BNsH, lse_BNs = forward_over(q_BNsH, exchange.blocks(kv_BKsU), exchange.group.rank(), plan)
+        out_BNsH, lse_BNs = forward_over(q_BNsH, exchange.blocks(kv_BKsU), exchange.group.rank(), tiling)
         out_BNsH = out_BNsH.to(q_BNsH.dtype)
         ctx.save_for_backward(q_BNsH, kv_BKsU, out_BNsH, lse_BNs)
-        ctx.exchange, ctx.plan = exchange, plan
+        ctx.exchange, ctx.tiling = exchange, tiling
         return out_BNsH
 
     @staticmethod
@@ -300,12 +300,12 @@ class _BlockAttention(torch.autograd.Function):
         q_BNsH, kv_BKsU, out_BNsH, lse_BNs = ctx.saved_tensors
         blocks, dkv_sum, rank = ctx.exchange.blocks(kv_BKsU), ctx.exchange.dkv_sum(kv_BKsU), ctx.exchange.group.rank()
         saved = (q_BNsH, out_BNsH, lse_BNs)
-        dq_BNsH, dkv_BKsU = backward_over(saved, grad_BNsH, blocks, rank, ctx.plan, dkv_sum)
+        dq_BNsH, dkv_BKsU = backward_over(saved, grad_BNsH, blocks, rank, ctx.tiling, dkv_sum)
         grads = (dq_BNsH, *keys_and_values(dkv_BKsU, q_BNsH.shape[-1]))
         return *(x.to(q_BNsH.dtype) for x in grads), None, None
 
 
-def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Exchange, plan: Plan) -> Tensor:
+def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Exchange, tiling: Tiling) -> Tensor:
     """Attention of my queries over the keys and values of all ranks of the exchange.
 
     Under autocast all is cast before, as `F.scaled_dot_product_attention` does: backward multiplies what forward did.
@@ -315,27 +315,27 @@ def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Ex
     Raises   ValueError as check_inputs
     """
     check_group(exchange.group, type(exchange).__name__)
-    check_inputs(q_BNsH, k_BKsH, v_BKsH, plan)
+    check_inputs(q_BNsH, k_BKsH, v_BKsH, tiling)
     kind = q_BNsH.device.type
     if torch.is_autocast_enabled(kind):
         q_BNsH, k_BKsH, v_BKsH = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BNsH, k_BKsH, v_BKsH))
     with torch.autocast(kind, enabled=False):
-        return _BlockAttention.apply(q_BNsH, k_BKsH, v_BKsH, exchange, plan)
+        return _BlockAttention.apply(q_BNsH, k_BKsH, v_BKsH, exchange, tiling)
 
 
-def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, plan: Plan) -> None:
+def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, tiling: Tiling) -> None:
     """Raises ValueError for words that are not known, and shapes that do not belong together."""
-    if plan.sequence_sharding not in SEQUENCE_SHARDINGS:
+    if tiling.sequence_sharding not in SEQUENCE_SHARDINGS:
         raise ValueError(
-            f"sequence_sharding is {plan.sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}"
+            f"sequence_sharding is {tiling.sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}"
         )
-    if plan.kernel not in KERNELS:
-        raise ValueError(f"kernel is {plan.kernel!r}; choose from {', '.join(KERNELS)}")
+    if tiling.kernel not in KERNELS:
+        raise ValueError(f"kernel is {tiling.kernel!r}; choose from {', '.join(KERNELS)}")
     shapes = [tuple(x.shape) for x in (q_BNsH, k_BKsH, v_BKsH)]
     (B, N, s, H), (_, K, _, _) = (shape if len(shape) == 4 else (0, 0, 0, 0) for shape in shapes[:2])
     if K == 0 or N % K or shapes[1] != (B, K, s, H) or shapes[2][:-1] != (B, K, s):
         raise ValueError(
             f"q, k, v have shapes {shapes}; they must be (B, N, s, H), (B, K, s, H) and (B, K, s, W), K dividing N"
         )
-    if plan.sequence_sharding == "zigzag" and s % 2:
+    if tiling.sequence_sharding == "zigzag" and s % 2:
         raise ValueError(f"each rank has {s} tokens; zigzag needs two chunks of equal length: an even number")

@@ -110,7 +110,7 @@ def changes(best: Estimate, layout) -> str:
 
 
 @checked
-def table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
+def options_table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
     """A line for each layout: memory, verdict, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
     there in any case."""
     lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
-from course_lib.engines import ENGINES, Engine
+from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
@@ -67,7 +67,7 @@ class Job:
         return self.batch_tokens // self.seq_len
 
     @property
-    def facts(self) -> Engine:
+    def facts(self) -> EngineFacts:
         """The record of the engine."""
         return ENGINES[self.engine]
 

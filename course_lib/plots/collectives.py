@@ -10,7 +10,7 @@ from course_lib.palette import (
     mix,
 )
 from course_lib.plots.style import panel_title, picture_panels, write
-from course_lib.plots.tiles import EMPTY, OUTLINED, Row, Tile, draw_tiles, ranks
+from course_lib.plots.tiles import EMPTY, OUTLINED, Tile, TileRow, draw_tiles, ranks
 from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
@@ -51,7 +51,7 @@ def _filled(row: Sequence[float], origins: Sequence[int | None], width: int) -> 
     return tiles + [EMPTY] * (width - len(tiles))
 
 
-def collective_rows(before: Iterable, after: Iterable) -> list[Row]:
+def collective_rows(before: Iterable, after: Iterable) -> list[TileRow]:
     """Return tiles before and after a collective, a row a rank, each in the colour of the rank that it came from.
 
     Give every number of `before` a value of its own, and the picture shows where each one went.

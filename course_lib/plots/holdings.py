@@ -19,7 +19,7 @@ WHOLE = Fraction(0), Fraction(1)
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A column: a part of the model, which is whole on one stage of the pipeline."""
 
     block: str  # "embed", "layer 3", "head"
@@ -32,7 +32,7 @@ class Share:
     """What one rank has of one part: from `left` to `right` cut by tp and ep, from top to bottom by ZeRO (0 to 1)."""
 
     rank: int
-    part: Part
+    part: ModelPart
     left: Fraction
     right: Fraction
     parameters: tuple[Fraction, Fraction]
@@ -47,17 +47,17 @@ class Share:
         return (self.right - self.left) * (self.states[1] - self.states[0])
 
 
-def parts_of(config: ModelConfig, layout: Layout) -> list[Part]:
+def parts_of(config: ModelConfig, layout: Layout) -> list[ModelPart]:
     """The columns: embedding, attention and MLP of each layer, head."""
     stages = [stage for stage, count in enumerate(layers_of(config, layout)) for _ in range(count)]
-    parts = [Part("embed", "embed", 0)]
+    parts = [ModelPart("embed", "embed", 0)]
     for layer, stage in enumerate(stages):
         has_experts = config.moe_layers_before(layer + 1) > config.moe_layers_before(layer)
-        parts += [Part(f"layer {layer}", name, stage) for name in ("attn", "MoE" if has_experts else "MLP")]
-    return [*parts, Part("head", "head", stages[-1])]
+        parts += [ModelPart(f"layer {layer}", name, stage) for name in ("attn", "MoE" if has_experts else "MLP")]
+    return [*parts, ModelPart("head", "head", stages[-1])]
 
 
-def shares_of(layout: Layout, parts: list[Part], rank: int) -> list[Share]:
+def shares_of(layout: Layout, parts: list[ModelPart], rank: int) -> list[Share]:
     """Say what a rank holds; matrices alone are drawn as cut, norms and routers are whole on each rank of tp."""
     here, members = layout.mesh.coordinates(rank), layout.members(rank)
     shares = []
@@ -90,7 +90,7 @@ def strong_in_pale(shares: list[Share]) -> str:
     return f"{of_pale[True]} of experts, {of_pale[False]} of the rest"
 
 
-def _edges(parts: list[Part]) -> dict[Part, tuple[float, float]]:
+def _edges(parts: list[ModelPart]) -> dict[ModelPart, tuple[float, float]]:
     """Left and right of each column, 1 for all together; a gap between blocks."""
     blocks = len({part.block for part in parts})
     width = 1 / (len(parts) + 0.25 * (blocks - 1))
@@ -141,7 +141,7 @@ def show_holdings(config: ModelConfig, layout: Layout) -> None:
         axes.set_title(f"A rank holds at most {said}", pad=28)
 
 
-def _label(axes, edges: dict[Part, tuple[float, float]], layout: Layout) -> None:
+def _label(axes, edges: dict[ModelPart, tuple[float, float]], layout: Layout) -> None:
     """Names of blocks and of their parts above, of ranks with their places along axes at the left."""
     for part, (left, right) in edges.items():
         write(axes, (left + right) / 2, -0.12, part.name, fontsize=7.5, va="bottom")

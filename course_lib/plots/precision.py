@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from matplotlib.ticker import MaxNLocator
 
+from course_lib.float_formats import FORMATS, FloatFormat
 from course_lib.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.panels.precision import FORMATS, FloatFormat
 from course_lib.plots.style import panel_title, picture_axes, picture_panels, plain_rows, write
 from course_lib.validate import Size, checked, one_of
 

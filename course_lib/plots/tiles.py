@@ -25,7 +25,7 @@ EMPTY = Tile(look={"edgecolor": NEUTRAL_COLOR, "linestyle": ":", "linewidth": 0.
 OUTLINED = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3}
 HATCHED = {"hatch": "//"}
 
-Row = Sequence[Tile | float]  # from left to right; a number is so much room
+TileRow = Sequence[Tile | float]  # from left to right; a number is so much room
 
 
 def ranks(count: int) -> list[str]:
@@ -33,12 +33,14 @@ def ranks(count: int) -> list[str]:
     return [f"rank {rank}" for rank in range(count)]
 
 
-def _width_of(row: Row) -> float:
+def _width_of(row: TileRow) -> float:
     """Return how many columns a row takes."""
     return sum(tile.width if isinstance(tile, Tile) else tile for tile in row)
 
 
-def draw_tiles(axes, rows: Sequence[Row], names: Sequence[str] = (), *, pitch=1.0, height=1.0, fontsize=8.5) -> None:
+def draw_tiles(
+    axes, rows: Sequence[TileRow], names: Sequence[str] = (), *, pitch=1.0, height=1.0, fontsize=8.5
+) -> None:
     """Draw rows downwards with their names at the left; nothing else is left of the axes.
 
     pitch    from one row to the next, of which a tile takes `height`

@@ -48,7 +48,7 @@ class Step:
     arrived: tuple[Message, ...]
 
 
-def plan(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
+def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
     """The rank's list with all that it sends and receives; receives are posted `ahead` instructions early."""
     row = schedule.instructions[rank]
     sources = [_source(instruction, schedule) for instruction in row]

@@ -212,7 +212,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
 
 
 def clock(schedule: Schedule, costs: Costs) -> Simulation:
-    """Clocks a schedule that is right, as all are that `make` gives: `simulate` checks first."""
+    """Clocks a schedule, of an unfinished or a wrong one what can run: `simulate` checks first."""
     num_stages = schedule.num_stages
     costs.check(num_stages)
     seconds = {(op, stage): costs.seconds(Instruction(op, 0, stage)) for op in OPS for stage in range(num_stages)}
@@ -249,7 +249,7 @@ def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple, tuple]]:
     What is awaited is a place in this order, and the boundary between stages that it crosses: -1 on the same rank.
     """
     order, _ = runnable_order(schedule, joint)
-    place_of = {one: place for place, (_, group) in enumerate(order) for one in group}
+    place_of = {one: place for place in reversed(range(len(order))) for one in order[place][1]}  # its first, if twice
     _check_all_ran(schedule, place_of)
     return [
         (rank, tuple((one.op, one.stage) for one in group), tuple(_awaited(group, schedule, place_of)))

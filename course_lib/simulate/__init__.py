@@ -3,8 +3,8 @@
 fake_world.py    a world of any size in one process: fake ranks, fake tensors, whole numbers that stay real
 tape.py          of many micro-batches few run, the rest is noted from a tape: bytes, messages, FLOPs
 two_hosts.py     which axis may cross a thin link: steps measured on two emulated hosts
-cluster.py       `simulate`: peak by kind, bytes by axis, FLOPs, for any stage
+cluster.py       `simulate_ranks`: peak by kind, bytes by axis, FLOPs, for any stage
 """
 
-from course_lib.simulate.cluster import simulate, simulate_rank
+from course_lib.simulate.cluster import simulate_rank, simulate_ranks
 from course_lib.simulate.fake_world import fake_world

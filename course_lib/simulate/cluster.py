@@ -1,7 +1,7 @@
 """One rank of thousands, simulated: the code of parallel/ runs as it stands, in a world where nobody else exists.
 
     run = Run(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,micro_batches=16"), seq_len=8192)
-    simulation = simulate(run)
+    simulation = simulate_ranks(run)
     simulation.ranks[0].peak_bytes, .peak_by_kind, .sent_by_axis, .flops
 
 Nothing here knows how a layout works: the engine of parallel/five_d.py is built and takes a step, the memory tracker
@@ -69,7 +69,7 @@ class SimulatedRank:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedRanks:
     """The ranks that hold the chosen stages, all at the first place along dp, cp and tp; `seconds` of all of them."""
 
     run: Run
@@ -82,9 +82,9 @@ class Simulation:
         return max(rank.peak_bytes for rank in self.ranks)
 
 
-def simulate(
+def simulate_ranks(
     run: Run, stages: str | Iterable[int] = "all", clip_norm: float | None = 1.0, skew: float = 0.0
-) -> Simulation:
+) -> SimulatedRanks:
     """One step of the ranks that hold these stages, one rank after the other.
 
     skew    share of all assignments that fall on the first expert, instead of being spread evenly
@@ -98,7 +98,7 @@ def simulate(
         simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), clip_norm, skew)
         for pp_rank in pp_ranks_of(layout, stages)
     ]
-    return Simulation(run, ranks, time.perf_counter() - start_s)
+    return SimulatedRanks(run, ranks, time.perf_counter() - start_s)
 
 
 def _check_size(layout: Layout, num_stages: int) -> None:
@@ -129,7 +129,7 @@ def simulate_rank(
     """One step of any rank of the run's layout. Tensors are fake ones of the CPU, whatever the run's device.
 
     replay   False: run every micro-batch, none from tape
-    Raises   ValueError as `simulate`
+    Raises   ValueError as `simulate_ranks`
     """
     start_s = time.perf_counter()
     check_engine(run)

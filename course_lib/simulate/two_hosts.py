@@ -41,7 +41,7 @@ MEASURED = (  # of the axes in `order` the outermost one crosses the link
 )
 
 
-def table(rows: Sequence[HostRow]) -> list[str]:
+def hosts_table(rows: Sequence[HostRow]) -> list[str]:
     """Lay rows out as text: MB are 10^6 bytes, of the host that sent more; seconds are those of one step."""
     lines = ["inside   across   MB on the link   payload by formula   link alone   step, measured"]
     return lines + [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from course_lib.config import ModelConfig
-from course_lib.engines import Engine, engine_of
+from course_lib.engines import EngineFacts, engine_of
 from course_lib.flops import (
     attention_flops_per_token,
     attention_parameters,
@@ -45,7 +45,7 @@ class Case:
 
     run: Run
     cluster: Cluster
-    engine: Engine
+    engine: EngineFacts
     rates: Rates
 
     @property
@@ -92,7 +92,7 @@ class Times:
 NAMES = tuple(field.name for field in fields(Times))
 
 
-def stages_of(run: Run, engine: Engine) -> list[int]:
+def stages_of(run: Run, engine: EngineFacts) -> list[int]:
     """How many layers each stage has, as the engine cuts a model unless the layout says it."""
     if run.layout.layers_of_stage is not None:
         return list(run.layout.layers_of_stage)
@@ -199,7 +199,7 @@ def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     return one, stage_calls(one, 0)
 
 
-def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> float:
+def runs_ahead(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)
     layer = layer_times(case, experts=run.config.moe is not None)

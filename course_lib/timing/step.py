@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
-from course_lib.engines import Engine, engine_of
+from course_lib.engines import EngineFacts, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
@@ -106,7 +106,7 @@ _NUM_PARTS = 10
 
 
 @checked
-def step_time(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> StepTime:
+def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> StepTime:
     """Model one optimizer step of a run.
 
     Raises   TypeError if an argument is no such record, ValueError for an engine that is not known
@@ -219,7 +219,7 @@ def _one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int
 
 
 @checked
-def stage_costs(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Costs:
+def stage_costs(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> Costs:
     """Return what the simulator needs: seconds of each stage's F, I and W, and of a transfer between stages."""
     case = Case(run, cluster, engine_of(engine), rates)
     columns = zip(*((times.forward_s, times.input_s, times.weight_s) for times in _stage_times(case)), strict=True)

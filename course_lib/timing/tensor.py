@@ -17,7 +17,7 @@ FUSED_BACKWARD = 2.5  # a flash kernel's backward, of its forward: five products
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Seconds of attention or the MLP in one layer on one rank: forward, backward, and of either its columns."""
 
     name: str
@@ -32,7 +32,7 @@ def backward_of_scores(run: Run) -> float:
 
 
 @checked
-def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> list[Part]:
+def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> list[LayerPart]:
     """Model the two parts of a dense layer for one micro-batch."""
     config, layout = run.config, run.layout
     tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) / layout.tp
@@ -44,7 +44,7 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
         product_s = 2 * tokens * numel / utilisation.matmul_flops_per_s(cluster)
         scores_s = tokens * scores_flops / utilisation.attention_flops_per_s(cluster) if name == "attention" else 0.0
         backward_s = 2 * product_s + backward_of_scores(run) * scores_s
-        parts.append(Part(name, product_s + scores_s, backward_s, product_s * (1 - rows[name] / numel)))
+        parts.append(LayerPart(name, product_s + scores_s, backward_s, product_s * (1 - rows[name] / numel)))
     return parts
 
 

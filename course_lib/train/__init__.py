@@ -2,6 +2,7 @@
 
 plan.py          what a run is asked to do: steps, learning rate, random numbers, checkpoints
 options.py       the command line as records
+start.py         what a run begins from: weights and text; `speaks` goes on from trained ones
 health.py        whether ranks hold the same numbers, and which is slow
 spikes.py        loss spikes: found by a rule, rolled back, their batches skipped
 interval.py      how long a save takes, measured

@@ -18,7 +18,7 @@ from course_lib.validate import Positive, Size, check_fields, checked, writable
 
 @dataclass(frozen=True)
 class Options:
-    """Train a model on the standard library's text, under any layout."""
+    """Train a model on the standard library's text, under any layout; `--model speaks` is trained and goes on."""
 
     # None may begin one of torchrun's options: it would take `--log`, behind the script's name, for two of its own.
     model: str = "toy"  # a preset, with changes behind it: "toy,num_layers=2"

@@ -138,9 +138,9 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
     """
     import torch
 
-    from course_lib.training import data
+    from course_lib.train.start import text_of
 
-    text = data.corpus()
+    text = text_of(config)
     identity = {
         "text": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
         "versions": {"course_lib": _version("course-lib"), "torch": torch.__version__.partition("+")[0]},

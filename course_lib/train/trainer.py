@@ -66,6 +66,7 @@ from course_lib.train.plan import (
     settings_of,
 )
 from course_lib.train.spikes import SpikeGuard, not_finite_on
+from course_lib.train.start import is_trained, load_trained, tokens_of
 from course_lib.train.step_clock import clock_step, memory_of, peak_flops_of, speed_of
 from course_lib.train.step_trace import StepTrace, trace_problem
 from course_lib.train.stop import Stop, agreed, end_with_parent, exit_code, stop_text
@@ -122,7 +123,7 @@ def train(
     say: Say = _print_now,
     stop: Stop | None = None,
 ) -> RunRecord:
-    """Trains the model on the standard library's text. Every rank of a world of the layout's size calls it.
+    """Trains the model on the text that start.py has for it. Every rank of a world of the layout's size calls it.
 
     logs  where each rank writes a line for each step, which `course watch` reads
     say   what rank 0 does with its lines of text
@@ -142,6 +143,7 @@ def train(
     settings = agree(config, layout, plan)
     check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
+    load_trained(engine)
     optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
         return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
@@ -160,7 +162,7 @@ def run_steps(
     """Trains from the last checkpoint on until all steps are done or all ranks were asked to stop; saves."""
     layout, device, logs = engine.layout, rank_device(), log.logs if log is not None else None
     first_step, about = resume(engine, optimizer, checkpoints, settings) if checkpoints else (0, {})
-    losses, step_s, text_T, stopped_by = [], [], data.tokens(), 0
+    losses, step_s, text_T, stopped_by = [], [], tokens_of(engine.config), 0
     if may_stop := checkpoints is not None and stop is not None:
         group = checkpoint.wait_for_earlier(engine)
         stop.listen()
@@ -306,7 +308,8 @@ def _check_finite(numbers: engines.StepNumbers, step: int) -> None:
 def _start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     """What rank 0 says first."""
     layout = engine.layout
-    begins = f"goes on at step {first_step} from its checkpoint" if first_step else "starts anew"
+    anew = "starts from its trained weights" if is_trained(engine.config) else "starts anew"
+    begins = f"goes on at step {first_step} from its checkpoint" if first_step else anew
     return (
         f"{engine.config.name} on {layout.world_size} rank{'s' * (layout.world_size > 1)} ({layout}), "
         f"{layout.sequences_per_step} x {plan.seq_len} tokens a step, {begins}"

@@ -188,7 +188,7 @@ COLUMNS = {
 
 
 @checked
-def table(run: RunNow) -> list[str]:
+def run_table(run: RunNow) -> list[str]:
     """Return the lines of a table, a row for each rank, with the verdict below it."""
     rows = [tuple(COLUMNS)]
     for one in run.ranks:

@@ -1,6 +1,8 @@
 """Training on one device: the reference that every parallelism is compared with.
 
 data.py          real text, offline, one token a byte; each dp rank's share
+tokenizer.py     byte-pair encoding
+text.py          English: what a model says, how well it knows a text, texts to fine-tune on
 precision.py     number formats, and AdamW with FP32 master weights
 offload.py       activations that wait on the host for backward
 loop.py          loss, accumulation, recomputation, steps

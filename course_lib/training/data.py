@@ -40,7 +40,7 @@ def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     Raises   RuntimeError if this Python came without its sources
     """
     parts, length = [], 0
-    for path in _source_files(Path(sysconfig.get_paths()["stdlib"])):
+    for path in source_files(Path(sysconfig.get_paths()["stdlib"])):
         parts.append(path.read_bytes())
         length += len(parts[-1])
         if length >= max_bytes:
@@ -52,7 +52,7 @@ def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     return b"".join(parts)[:max_bytes]
 
 
-def _source_files(root: Path) -> Iterator[Path]:
+def source_files(root: Path) -> Iterator[Path]:
     """The standard library's modules without their tests, by name, whatever the file system's order."""
     for top in sorted(root.iterdir(), key=lambda path: path.name):
         if top.stem not in sys.stdlib_module_names or top.stem in LEFT_OUT:

@@ -1,6 +1,6 @@
 """What the button Measure of a panel does: train something small for real, and lay it on what is predicted.
 
-Each takes a panel's values and returns what a panel's function does: forms and words.
+Each takes a panel's values and returns what a panel's function does: charts and words.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.panels.record import Shown
 from course_lib.panels.runs import layout_run, zero_runs
-from course_lib.panels.svg import Bars
+from course_lib.panels.svg import Chart, bars
 from course_lib.plots.comparison import error_text
 from course_lib.units import show_bytes
 
@@ -19,15 +19,15 @@ MOST_ROWS, MOST_TOKENS = 4, 256  # of a batch, of a sequence: a matter of second
 MOST_RANKS, MOST_MICRO_BATCHES = 4, 4  # ranks share this machine's cores; more micro-batches hold no more
 
 
-def _compared_bars(rows: Sequence) -> Bars:
+def _compared_bars(rows: Sequence) -> Chart:
     """Return two bars for each row that is not empty: predicted and measured, with the error behind the second."""
-    bars, notes = {}, {}
+    sizes, notes = {}, {}
     for row in rows:
         if row.predicted_bytes or row.measured_bytes:
-            bars[row.kind] = {"predicted": row.predicted_bytes}
-            bars[f"{row.kind}, measured"] = {"measured": row.measured_bytes}
+            sizes[row.kind] = {"predicted": row.predicted_bytes}
+            sizes[f"{row.kind}, measured"] = {"measured": row.measured_bytes}
             notes[f"{row.kind}, measured"] = f", {error_text(row.error_percent)}"
-    return Bars("Predicted beside measured: the largest of each kind", bars, notes=notes)
+    return bars("Predicted beside measured: the largest of each kind", sizes, notes=notes)
 
 
 def measure_memory(**values) -> Shown:

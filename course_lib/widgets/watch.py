@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from course_lib.plots.run_log import HEIGHT_IN, draw_run, run_rows
 from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
-from course_lib.train.watch import RunNow, look, read_run, table
+from course_lib.train.watch import RunNow, look, read_run, run_table
 from course_lib.validate import Positive, checked
 
 _DPI = 160  # the page stretches the picture to its width
@@ -63,7 +63,7 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
             image.layout.display = "none"
             text.value = f"<b>Not possible.</b> {escape(str(error))}"
             return True
-        lines = escape("\n".join(table(now)))
+        lines = escape("\n".join(run_table(now)))
         text.value, image.layout.display = f'<pre style="overflow-x: auto">{lines}</pre>', None
         return not now.ended
 

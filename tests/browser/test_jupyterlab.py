@@ -139,7 +139,7 @@ def screenshot(page, name: str) -> None:
 def test_each_panel_follows_its_own_slider_and_measures(lab, page, theme, ground):
     lab.set_theme(f"JupyterLab {theme}")
     sources = [
-        "from course_lib.panels.memory import MEMORY; from course_lib.panels.runs import ZERO; "
+        "from course_lib.panels.one_gpu import MEMORY; from course_lib.panels.runs import ZERO; "
         "from course_lib.widgets import measure_memory, play",
         "play(MEMORY, measure=measure_memory)",
         "play(ZERO)",

@@ -261,21 +261,24 @@ def test_the_version_is_that_of_the_package(capsys):
 HELP = """
 import sys, time
 from course_lib.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    assert not end.code
+for command in sys.argv[1:]:
+    start = time.process_time()
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit as end:
+        assert not end.code
+    assert time.process_time() - start < 1, f"{command} took {time.process_time() - start} s of CPU time"
 assert "torch" not in sys.modules, "imported torch"
-assert time.process_time() < 1, f"took {time.process_time()} s of CPU time"
+assert time.process_time() < 2, f"took {time.process_time()} s of CPU time"
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["", "doctor", "new", "run", "demo", "bench", "simulate", "plan", "train"])
-def test_help_needs_less_than_a_second_and_no_torch(command):
-    run = subprocess.run([sys.executable, "-c", HELP, *command.split(), "--help"], capture_output=True, text=True)
+def test_help_needs_less_than_a_second_and_no_torch():
+    commands = ["", "doctor", "new", "run", "demo", "bench", "simulate", "plan", "train"]
+    run = subprocess.run([sys.executable, "-c", HELP, *commands], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert f"usage: course {command}".strip() in run.stdout
+    assert all(f"usage: course {command}".strip() in run.stdout for command in commands)
 
 
 def test_the_shell_can_complete_every_subcommand(capsys):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from course_lib.cli.demo import Row, Run, agrees, compare, demo, formula_bytes, table
+from course_lib.cli.demo import DemoRow, Run, agrees, compare, demo, demo_table, formula_bytes
 
 pytestmark = pytest.mark.launches
 
@@ -27,7 +27,7 @@ def test_formula_is_the_published_one():
 
 @pytest.fixture
 def right():
-    return Row(2, 5.5, 3.1, gradient_difference=1e-15, measured_bytes=100, formula_bytes=100)
+    return DemoRow(2, 5.5, 3.1, gradient_difference=1e-15, measured_bytes=100, formula_bytes=100)
 
 
 @pytest.mark.parametrize("wrong", [{"gradient_difference": 1e-6}, {"measured_bytes": 101}])
@@ -46,5 +46,5 @@ def test_a_row_takes_the_mean_loss_and_the_worst_gradient_of_any_step():
 
 
 def test_the_table_has_one_line_a_row_under_its_two_of_heading(right):
-    lines = table([right, right]).splitlines()
+    lines = demo_table([right, right]).splitlines()
     assert len(lines) == 4 and len(set(map(len, lines[2:]))) == 1

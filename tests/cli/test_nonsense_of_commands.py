@@ -146,7 +146,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
     ),
     "watch": (
         "logs --once",
-        "course_lib.train.watch.table",
+        "course_lib.train.watch.run_table",
         {"logs": "logs", "--once": "flag", "--json": "flag", "--every": "positive"},
     ),
     "lab": (

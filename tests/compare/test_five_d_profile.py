@@ -20,8 +20,9 @@ LAYOUTS = {
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("recipe", ENGINE_RECIPES)
-@pytest.mark.parametrize("model", LAYOUTS)
+@pytest.mark.parametrize(
+    ("model", "recipe"), [*(("toy-moe", recipe) for recipe in ENGINE_RECIPES), ("toy", "bf16-master-fp32-grads")]
+)
 def test_in_every_recipe_states_and_bytes_sent_are_the_formulas_to_the_byte(model, recipe):
     result = measure_five_d(preset(model), Layout.parse(LAYOUTS[model]), 64, recipe)
     assert [row for _, row in result.unequal] == []
@@ -36,10 +37,8 @@ ZERO = "dp=2,zero_stage={},micro_batches={}"
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [
-        *((ZERO.format(stage, 1), "fp32") for stage in (0, 1)),
-        *((ZERO.format(*sizes), "bf16-master") for sizes in ((2, 1), (3, 1), (1, 4), (2, 4))),
-        ("tp=2", "fp32"),
-        ("tp=2,sequence_parallel=true", "fp32"),
+        (ZERO.format(1, 4), "bf16-master"),
+        (ZERO.format(3, 1), "fp32"),
         ("tp=2,sequence_parallel=true,regather=true", "fp32"),
     ],
 )

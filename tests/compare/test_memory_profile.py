@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.compare.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, profile_steps, scale_down
+from course_lib.compare.profile import MEASURABLE_OPTIMIZERS, KindComparison, profile_step, profile_steps, scale_down
 from course_lib.config import ModelConfig, preset
 from course_lib.launch.limits import slowness
 from course_lib.layout import Layout
@@ -83,6 +83,6 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do():
 
 
 def test_a_row_of_nothing_has_no_error():
-    assert Row("gathered", 0, 0).error_percent == 0
-    assert Row("gathered", 1, 0).error_percent == float("inf")
-    assert Row("activations", 99, 100).error_percent == pytest.approx(-1)
+    assert KindComparison("gathered", 0, 0).error_percent == 0
+    assert KindComparison("gathered", 1, 0).error_percent == float("inf")
+    assert KindComparison("activations", 99, 100).error_percent == pytest.approx(-1)

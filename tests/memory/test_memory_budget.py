@@ -14,7 +14,7 @@ from course_lib.memory.states import FP64, LoRA, count_parameters
 from course_lib.memory.zero import Offload
 from course_lib.model import build
 from course_lib.run import Run
-from course_lib.simulate import simulate, simulate_rank
+from course_lib.simulate import simulate_rank, simulate_ranks
 from course_lib.simulate.cluster import STATES
 from course_lib.training import offload_activations
 
@@ -41,7 +41,7 @@ def test_the_update_peaks_where_torch_s_adamw_does(layout, implementation):
         replace(LLAMA, num_layers=2), Layout.parse(layout), 8, "fp32",
         device="cpu", optimizer_implementation=implementation,
     )  # fmt: skip
-    for predicted, found in zip(budgets(run), simulate(run).ranks, strict=True):
+    for predicted, found in zip(budgets(run), simulate_ranks(run).ranks, strict=True):
         assert predicted.moment == "update" or implementation == "fused"
         assert {kind: getattr(predicted, kind) for kind in STATES} == found.states
         # fused ones need no work space: there the largest moment is a backward, or the engine's clipping, which squares

@@ -6,6 +6,7 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+from harness import EXHAUSTIVE
 
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
@@ -98,8 +99,16 @@ def seeded_jobs():
         yield model, rng.choice(tuple(CLUSTERS)), max(gpus, 16), int(share * max(gpus, 16)) * seq_len, seq_len
 
 
+SEEDED = [
+    pytest.param(
+        case, id="-".join(map(str, case)), marks=EXHAUSTIVE if number > 12 or case[0] == "mixtral-8x22b" else ()
+    )
+    for number, case in enumerate(seeded_jobs())
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(seeded_jobs()), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", SEEDED)
 def test_the_chart_never_beats_the_search(case):
     job = job_of(*case)
     try:

@@ -153,14 +153,17 @@ def test_expert_parallelism_finds_its_seam():
 # ---- balancing
 
 
-@pytest.mark.slow
-def test_balance_loss_is_one_in_balance_and_transformers_is_top_k_times_it():
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
+def test_balance_loss_is_one_in_balance_and_the_number_of_experts_where_all_go_to_one():
     even_TE = torch.full((16, 8), 1 / 8, dtype=torch.float64)
     assert balance_loss(even_TE, torch.full((8,), 4)).item() == pytest.approx(1.0)
     one_TE, all_on_one = torch.eye(8, dtype=torch.float64)[:1].expand(16, 8), torch.tensor([16] + [0] * 7)
     assert balance_loss(one_TE, all_on_one).item() == 8.0
+
+
+@pytest.mark.slow
+def test_transformers_balance_loss_is_top_k_times_ours():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     logits_TE = random(70, 8).float()
     found = route(logits_TE, EIGHT)
     theirs = load_balancing_loss_func((logits_TE,), num_experts=8, top_k=2)

@@ -21,22 +21,19 @@ from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.model.moe import keep, limit_groups
-from course_lib.panels import experts, runs
-from course_lib.panels.collectives import COLLECTIVE
-from course_lib.panels.experts import EXPERTS
-from course_lib.panels.memory import COMPARED, MEMORY, OPTIMIZER
-from course_lib.panels.overlap import OVERLAP
-from course_lib.panels.pipeline import PIPELINE
-from course_lib.panels.precision import PRECISION, SHOWN, add
-from course_lib.panels.puzzle import PUZZLE
-from course_lib.panels.recompute import BLOCKS, RECOMPUTE
+from course_lib.panels import runs
+from course_lib.panels.collectives import COLLECTIVE, OVERLAP
+from course_lib.panels.experts import EXPERTS, tokens_of
+from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
+from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.record import Control, Panel
-from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Bars, ticks_of
+from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
 from course_lib.plan import search
 from course_lib.run import Run
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.traffic.routing import counts_of, moe_traffic
+from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, popularity, synthetic_routing
 
 PANELS = {
     panel.title: panel
@@ -60,6 +57,20 @@ def moves(panel: Panel) -> list[dict]:
         for _, value in control.options
         if control.kind in ("list", "slider")
     ]
+
+
+def amounts(chart: Chart) -> dict[str, dict[str, float]]:
+    """label -> part -> how much of it."""
+    return {
+        label: {
+            part: sum(one.stop - one.start for one in boxes if one.part == part) for part in {b.part for b in boxes}
+        }
+        for label, boxes in chart.rows.items()
+    }
+
+
+def sums(chart: Chart) -> dict[str, float]:
+    return {label: sum(parts.values()) for label, parts in amounts(chart).items()}
 
 
 def texts_of(svg: str) -> list[ET.Element]:
@@ -126,8 +137,7 @@ def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
     code = (
         "import sys, importlib\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'yaml', 'ipywidgets', 'IPython'): sys.modules[name] = None\n"
-        "from course_lib.panels import collectives, experts, memory, overlap, pipeline\n"
-        "from course_lib.panels import precision, puzzle, recompute, runs\n"
+        "from course_lib.panels import collectives, experts, one_gpu, pipeline, runs\n"
         "from course_lib.panels.record import Panel, answer_of\n"
         "found = [one for name, module in list(sys.modules.items()) if name.startswith('course_lib.panels.') "
         "for one in vars(module).values() if isinstance(one, Panel)]\n"
@@ -150,7 +160,7 @@ def test_colours_follow_the_theme_of_jupyter_and_else_the_readers_and_are_light_
 
 def test_axes_are_linear_from_0_and_a_bar_is_as_long_as_its_bytes():
     svg = runs.TENSOR.answer().svg
-    memory = runs.TENSOR.answer().forms[0]
+    memory = runs.TENSOR.answer().charts[0]
     assert ticks_of(0, 141, 8) == [0, 20, 40, 60, 80, 100, 120, 140]
     boxes = [
         one
@@ -158,13 +168,13 @@ def test_axes_are_linear_from_0_and_a_bar_is_as_long_as_its_bytes():
         if one.tag.endswith("rect") and one.attrib.get("fill") == COLORS["optimizer"]
     ]
     widths = [float(one.attrib["width"]) for one in boxes][: len(memory.rows)]
-    sizes = [parts["optimizer"] for parts in memory.rows.values()]
+    sizes = [parts["optimizer"] for parts in amounts(memory).values()]
     assert [width / widths[0] for width in widths] == pytest.approx([size / sizes[0] for size in sizes], abs=0.01)
 
 
 def test_what_is_written_is_escaped():
     words = Control("word", (), "", "words")
-    panel = Panel("a < b", {"word": words}, lambda word: ([Bars(word, {word: {"data": 1.0}})], word))
+    panel = Panel("a < b", {"word": words}, lambda word: ([bars(word, {word: {"data": 1.0}})], word))
     assert ET.fromstring(panel.answer(word="<b>&").svg).findtext("{http://www.w3.org/2000/svg}desc") == "a < b. <b>&"
 
 
@@ -174,32 +184,32 @@ def test_what_is_written_is_escaped():
 def test_the_memory_panel_is_the_budget_against_the_gpus():
     needed = budgets(Run(LLAMA_8B, Layout(), 4096))[0]
     answer = MEMORY.answer()
-    (form,) = answer.forms
-    assert sum(form.rows["largest moment"].values()) == needed.total_bytes
-    assert form.rows["between steps"]["optimizer"] == needed.optimizer
-    assert form.limits == {gpu(key).name: gpu(key).usable_bytes for key in COMPARED}
+    (form,) = answer.charts
+    assert sums(form)["largest moment"] == needed.total_bytes
+    assert amounts(form)["between steps"]["optimizer"] == needed.optimizer
+    assert form.marks == {gpu(key).name: gpu(key).usable_bytes for key in COMPARED}
     assert "141.4 GB = 131.7 GiB" in answer.said and "Fits: H200 SXM 141 GB, B200 (HGX) 180 GB." in answer.said
     assert "128.5 GB (119.7 GiB) for 8,030,261,248 parameters" in answer.said
     assert "choose at most 1024" in MEMORY.answer(model="gpt2", seq_len=2048).said
 
 
 def test_the_panel_of_optimizers_has_a_bar_for_each():
-    (form,) = OPTIMIZER.answer(recompute="full").forms
+    (form,) = OPTIMIZER.answer(recompute="full").charts
     for name in OPTIMIZERS:
         run = Run(LLAMA_8B, Layout(recompute="full"), 4096, optimizer=name)
-        assert sum(form.rows[name].values()) == budgets(run)[0].total_bytes
+        assert sums(form)[name] == budgets(run)[0].total_bytes
 
 
 def test_a_collective_is_the_fastest_way_and_says_from_where_latency_decides():
     answer = COLLECTIVE.answer()
-    ways, shares = answer.forms
-    assert sum(ways.rows["ring, LL"].values()) == pytest.approx(collective_s("all_reduce", 10**6, 8, EFA))
+    ways, shares = answer.charts
+    assert sums(ways)["ring, LL"] == pytest.approx(collective_s("all_reduce", 10**6, 8, EFA))
     assert f"a ring sends {ring_all_reduce_bytes(10**6, 8) / 1e6:.2f} MB a rank" in answer.said
     over = COLLECTIVE.answer(ranks=64)
-    assert "64 ranks on 8 nodes" in over.forms[0].title
-    assert min(sum(way.values()) for way in over.forms[0].rows.values()) == collective_s("all_reduce", 10**6, 64, EFA)
-    assert all(sum(parts.values()) == pytest.approx(1) for parts in shares.columns)
-    first = next(size for size, parts in zip(shares.labels, shares.columns, strict=True) if parts["latency"] < 0.5)
+    assert "64 ranks on 8 nodes" in over.charts[0].title
+    assert min(sums(over.charts[0]).values()) == pytest.approx(collective_s("all_reduce", 10**6, 64, EFA))
+    assert list(sums(shares).values()) == pytest.approx([1] * len(shares.rows))
+    first = next(size for size, parts in amounts(shares).items() if parts["latency"] < 0.5)
     assert f"Latency decides below {first}" in answer.said
 
 
@@ -220,7 +230,7 @@ def test_precision_says_what_is_swallowed_and_what_underflows():
 
 
 def test_recomputed_blocks_keep_their_input_alone_and_the_last_to_be_reached_is_the_fullest():
-    kept = lambda **values: [sum(parts.values()) for parts in RECOMPUTE.answer(**values).forms[1].columns]  # noqa: E731
+    kept = lambda **values: list(sums(RECOMPUTE.answer(**values).charts[1]).values())  # noqa: E731
     config, tokens = preset("llama-3.2-1b"), 4096
     block = tokens * sum(block_terms(config, tokens, "fused", "bf16-master").values())
     assert kept() == pytest.approx([block * (layer + 1) for layer in range(BLOCKS)], rel=1e-3)
@@ -237,7 +247,7 @@ def test_data_parallelism_counts_tokens_and_shows_what_is_not_hidden():
     late, early = OVERLAP.answer(overlap=False), OVERLAP.answer()
     parts = {}
     for name, answer in (("late", late), ("early", early)):
-        boxes = answer.forms[0].lanes["communication"]
+        boxes = answer.charts[0].rows["communication"]
         parts[name] = {
             part: sum(b.stop - b.start for b in boxes if b.part == part) for part in ("communication", "not hidden")
         }
@@ -247,7 +257,7 @@ def test_data_parallelism_counts_tokens_and_shows_what_is_not_hidden():
     assert sum(parts["late"].values()) == pytest.approx(12 * collective_s("all_reduce", size, 8, link("efa")))
     assert "Global batch 65,536 tokens" in early.said and "262,144 tokens" in OVERLAP.answer(micro_batches=4).said
     assert (
-        OVERLAP.answer(dp=1).forms[0].lanes["communication"] == [] and "100% of the ideal" in OVERLAP.answer(dp=1).said
+        OVERLAP.answer(dp=1).charts[0].rows["communication"] == [] and "100% of the ideal" in OVERLAP.answer(dp=1).said
     )
 
 
@@ -269,10 +279,10 @@ def test_bars_of_memory_and_time_are_the_estimate(panel, label, layout, seq_len,
     answer, run = panel.answer(), Run(LLAMA_8B, layout, seq_len)
     between = {runs.LAYOUT.title: "ib-ndr400"}.get(panel.title, "efa")
     found = estimate(run, Cluster(gpu("h100"), link("nvlink4"), link(between)), engine)
-    assert answer.forms[0].rows[label] == found.bytes_by_kind
-    assert sum(answer.forms[-1].rows[label].values()) == pytest.approx(found.step_s)
-    assert answer.forms[0].limits == {gpu("h100").name: gpu("h100").usable_bytes}
-    if label == answer.forms[0].chosen:
+    assert amounts(answer.charts[0])[label] == pytest.approx(found.bytes_by_kind)
+    assert sums(answer.charts[-1])[label] == pytest.approx(found.step_s)
+    assert answer.charts[0].marks == {gpu("h100").name: gpu("h100").usable_bytes}
+    if label == answer.charts[0].chosen:
         assert found.why in answer.said and f"{found.tokens_per_s_per_gpu:,.0f} tokens per second" in answer.said
 
 
@@ -284,15 +294,16 @@ def test_a_stage_of_zero_sends_two_or_three_times_the_parameters(stage, trips):
 
 
 def test_stage_2_needs_less_than_stage_1_only_with_micro_batches():
-    alone, many = (runs.ZERO.answer(micro_batches=count).forms[0].rows for count in (1, 16))
-    assert sum(alone["stage 1"].values()) == sum(alone["stage 2"].values())
-    saved = sum(many["stage 1"].values()) - sum(many["stage 2"].values())
+    alone, many = (sums(runs.ZERO.answer(micro_batches=count).charts[0]) for count in (1, 16))
+    assert alone["stage 1"] == pytest.approx(alone["stage 2"])
+    saved = many["stage 1"] - many["stage 2"]
     assert 0.9 * 2 * P8 * 7 / 8 < saved <= 2 * P8 * 7 / 8
 
 
 def test_offload_moves_bytes_to_the_host_and_parameters_only_at_stage_3():
     answer = runs.ZERO.answer(offload="optimizer, parameters on disk")
-    assert "optimizer" not in answer.forms[0].rows["stage 3"] and "parameters" in answer.forms[0].rows["stage 2"]
+    held = amounts(answer.charts[0])
+    assert "optimizer" not in held["stage 3"] and "parameters" in held["stage 2"]
     assert "On disk: 14.1 GB for each GPU, 112 GB for all." in answer.said
     refused = runs.ZERO.answer(zero_stage=2, offload="optimizer, parameters on disk")
     assert not refused.possible and "choose zero_stage 3" in refused.said
@@ -300,31 +311,29 @@ def test_offload_moves_bytes_to_the_host_and_parameters_only_at_stage_3():
 
 def test_tp_begins_alone_and_heads_that_do_not_divide_are_answered_with_sizes_that_do():
     answer = runs.TENSOR.answer()
-    assert list(answer.forms[0].rows) == ["tp 1", "tp 4", "tp 8", "tp 16"]
-    assert not any("SP" in label for label in answer.forms[0].rows) and "sequence_parallel" not in runs.TENSOR.controls
+    assert list(answer.charts[0].rows) == ["tp 1", "tp 4", "tp 8", "tp 16"]
+    assert not any("SP" in label for label in answer.charts[0].rows) and "sequence_parallel" not in runs.TENSOR.controls
     assert "choose tp from 1, 2, 4, 8, 16, 32" in runs.TENSOR.answer(tp=64).said
-    held = runs.TENSOR_SEQUENCE.answer().forms[0].rows
-    assert [sum(held[mode].values()) for mode in runs.MODES] == sorted(
-        (sum(p.values()) for p in held.values()), reverse=True
-    )
-    assert sum(held["TP"].values()) > gpu("h100").usable_bytes > sum(held["gathered again"].values())
+    held = sums(runs.TENSOR_SEQUENCE.answer().charts[0])
+    assert [held[mode] for mode in runs.MODES] == sorted(held.values(), reverse=True)
+    assert held["TP"] > gpu("h100").usable_bytes > held["gathered again"]
 
 
 def test_context_compares_methods_and_leaves_out_ulysses_without_heads():
-    assert list(runs.CONTEXT.answer().forms[0].rows) == ["cp 1", "cp 4, ring", "cp 4, all_gather"]
-    assert list(runs.CONTEXT.answer(tp=2).forms[0].rows)[-1] == "cp 4, ulysses"
+    assert list(runs.CONTEXT.answer().charts[0].rows) == ["cp 1", "cp 4, ring", "cp 4, all_gather"]
+    assert list(runs.CONTEXT.answer(tp=2).charts[0].rows)[-1] == "cp 4, ulysses"
     assert not runs.CONTEXT.answer(cp_method="ulysses").possible
     even, uneven = (
-        runs.CONTEXT.answer(cp_sharding=name).forms[1].rows["cp 4, ring"] for name in ("zigzag", "contiguous")
+        sums(runs.CONTEXT.answer(cp_sharding=name).charts[1])["cp 4, ring"] for name in ("zigzag", "contiguous")
     )
-    assert sum(uneven.values()) > 1.3 * sum(even.values())
+    assert uneven > 1.3 * even
 
 
 def test_a_layout_says_where_its_groups_lie_and_shows_bytes_by_axis():
     answer = runs.LAYOUT.answer()
     assert "32 ranks on 4 nodes. In a node: tp. Over the network: pp, dp." in answer.said
     expected = sent(Run(LLAMA_8B, FIVE_D, 8192))
-    assert answer.forms[1].rows["sent"] == {axis: size for axis, size in expected.items() if axis != "world"}
+    assert amounts(answer.charts[1])["sent"] == {axis: size for axis, size in expected.items() if axis != "world"}
     assert "nearest: ep=1" in runs.LAYOUT.answer(ep=2).said
 
 
@@ -340,10 +349,7 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
         and causal == pytest.approx(41, rel=0.15)
     )
     deepseek = runs.KNOWN["DeepSeek-V3, 2,048 GPUs"][0]
-    held = [
-        sum(runs.LAYOUT.answer(**deepseek | change).forms[0].rows["layout"].values())
-        for change in ({}, {"schedule": "1f1b"})
-    ]
+    held = [sums(runs.LAYOUT.answer(**deepseek | change).charts[0])["layout"] for change in ({}, {"schedule": "1f1b"})]
     assert held[1] < gpu("h100").usable_bytes < held[0]
 
 
@@ -351,8 +357,8 @@ def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     job = runs.job_of(runs.PLAN.start)
     by_hand, found = runs.PLAN.answer(tp=2, micro_batch=2), search(job)
     assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
-    forms, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
-    assert f"The planner takes {found.best.layout}" in said and len(forms[0].rows) >= 5
+    charts, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
+    assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 5
     assert "does not divide" in runs.PLAN.answer(micro_batch=16, sequences=64, tp=1).said
 
 
@@ -364,41 +370,41 @@ def test_experts_are_limited_and_dropped_as_the_router_does_it():
     score = torch.rand(50, 16, generator=torch.Generator().manual_seed(1))
     kept = limit_groups(score, 4, limit, 4).topk(4, dim=1).indices
     for row, chosen in zip(score.tolist(), kept.tolist(), strict=True):
-        assert {expert // 4 for expert in chosen} <= experts.best_groups(row, 4, limit, 4)
-    routing = experts.drawn(layout, 32, 4, 1.0, limit)
+        assert {expert // 4 for expert in chosen} <= best_groups(row, 4, limit, 4)
+    routing = synthetic_routing(layout, 32, 4, 1.0, limit)
     for expert_Tk in routing:
         assert all(len(set(row)) == 4 and len({e // 4 for e in row}) <= limit for row in expert_Tk)
         room = capacity_of(32, 4, 16, 1.0)
         fits = keep(torch.tensor(expert_Tk), 16, room)
-        assert experts.kept_of(expert_Tk, room) == torch.where(fits, torch.tensor(expert_Tk), -1).tolist()
+        assert keep_fitting(expert_Tk, room) == torch.where(fits, torch.tensor(expert_Tk), -1).tolist()
 
 
 def test_popular_experts_are_drawn_as_often_as_they_are_popular():
     layout = ExpertLayout(8, 8)
-    drawn = [row[0] for rank in experts.drawn(layout, 400, 2, 1.0, 0) for row in rank]
-    shares = experts.popularity(8, 1.0)
+    drawn = [row[0] for rank in synthetic_routing(layout, 400, 2, 1.0) for row in rank]
+    shares = popularity(8, 1.0, seed=0)
     assert [drawn.count(e) / len(drawn) for e in range(8)] == pytest.approx(shares, abs=0.035)
 
 
 @pytest.mark.parametrize("method", ["plain", "once_per_rank", "once_per_node", "padded"])
 def test_bytes_of_experts_are_those_of_the_routing(method):
-    capacity = 1.0 if method == "padded" else experts.DROPLESS
+    capacity = 1.0 if method == "padded" else 0.0
     answer = EXPERTS.answer(method=method, capacity=capacity, ep=8, experts=32)
-    layout, tokens = ExpertLayout(32, 8, 4), experts.tokens_of(32, 8)
-    routing = experts.drawn(layout, tokens, 4, 0.5, 0)
+    layout, tokens = ExpertLayout(32, 8, 4), tokens_of(32, 8)
+    routing = synthetic_routing(layout, tokens, 4, 0.5)
     room = capacity_of(tokens, 4, 32, capacity) if capacity else None
-    traffic = moe_traffic([experts.kept_of(e, room) for e in routing], layout, 4096, method, capacity=room)
-    load, columns = answer.forms
-    assert [tuple(one.values()) for one in columns.columns] == [
+    traffic = moe_traffic([keep_fitting(e, room) for e in routing], layout, 4096, method, capacity=room)
+    load, columns = map(amounts, answer.charts)
+    assert [(one.get("within the node", 0), one.get("between nodes", 0)) for one in columns.values()] == [
         (s.within_bytes, s.between_bytes) for s in map(traffic.forward, range(8))
     ]
     counts = [sum(column) for column in zip(*counts_of(routing, 32), strict=True)]
-    assert [sum(one.values()) for one in load.columns] == counts and sum(counts) == 8 * tokens * 4
+    assert [sum(one.values()) for one in load.values()] == counts and sum(counts) == 8 * tokens * 4
     assert ("dropped" in answer.said) == bool(capacity)
 
 
 def test_one_rank_sends_nothing_and_what_does_not_divide_is_said():
     alone = EXPERTS.answer(ep=1, nodes=1)
-    assert len(alone.forms) == 1 and "One rank alone sends nothing." in alone.said
+    assert len(alone.charts) == 1 and "One rank alone sends nothing." in alone.said
     assert "choose fewer nodes" in EXPERTS.answer(nodes=16, ep=8).said
     assert "choose 1 to 4" in EXPERTS.answer(experts=4, top_k=6, ep=4).said

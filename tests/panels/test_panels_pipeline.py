@@ -2,8 +2,7 @@
 
 import pytest
 
-from course_lib.panels.pipeline import NAMES, PIPELINE
-from course_lib.panels.puzzle import PUZZLE, best_known, judge, left_of, read_rows, words_of
+from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, best_known, judge_rows, left_of, read_rows, words_of
 from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
 from course_lib.schedules.simulator import Costs
 
@@ -17,7 +16,7 @@ def test_the_chart_is_the_clocked_schedule_and_the_work_of_a_rank_is_always_the_
     v = 2 if name == "interleaved" else 1
     answer, stages = PIPELINE.answer(schedule=name, v=v, forward=2.0), stages_per_rank(name, v)
     simulation = simulate(make(name, 4, 8, v), Costs(2.0 / stages, 1.0 / stages, 1.0 / stages))
-    lanes = answer.forms[0].lanes
+    lanes = answer.charts[0].rows
     assert [(box.start, box.stop) for box in lanes["rank 1"]] == list(simulation.times[1])
     assert all(sum(box.stop - box.start for box in row) == pytest.approx(8 * 4.0) for row in lanes.values())
     assert "Ideal 32 (all work, no waiting)" in answer.said and name in NAMES
@@ -32,8 +31,8 @@ def test_both_bubbles_and_what_is_kept_are_said():
     h2 = said(schedule="zb_h2", pp=3, micro_batches=6)
     assert "Without a barrier the next step can follow after 18: then 0.0% and 0.0%." in h2
     assert "With those that wait for weight gradients, at most 5 at once." in h2
-    columns = PIPELINE.answer(schedule="zbv", pp=3, micro_batches=3).forms[1].columns
-    assert [sum(parts.values()) for parts in columns] == [2, 2.5, 3]
+    columns = PIPELINE.answer(schedule="zbv", pp=3, micro_batches=3).charts[1].rows
+    assert [boxes[-1].stop for boxes in columns.values()] == [2, 2.5, 3]
 
 
 @pytest.mark.parametrize(
@@ -56,16 +55,16 @@ def test_what_cannot_be_is_explained(values, said):
 def test_every_schedule_with_one_stage_a_rank_solves_the_puzzle():
     for name in SCHEDULES:
         if stages_per_rank(name) == 1:
-            (form,), said = judge(rows_of(make(name, 3, 4)))
+            (form,), said = judge_rows(rows_of(make(name, 3, 4)))
             assert said.startswith("Complete and right.") and form.stop == simulate(make(name, 3, 4)).makespan_s, name
 
 
 def test_nothing_and_a_beginning_are_no_mistakes():
     assert PUZZLE.answer().said.startswith("Good so far. Still to place: rank 0: F0 B0 F1")
     begun = ["f0, F1 B0", "F0 I0", ""]
-    (form,), said = judge(begun, 2)
+    (form,), said = judge_rows(begun, 2)
     assert "rank 0: B1; rank 1: W0 F1 B1; rank 2: F0 B0 F1 B1." in said
-    assert [[(b.part[0], b.start) for b in row] for row in form.lanes.values()] == [
+    assert [[(b.part[0], b.start) for b in row] for row in form.rows.values()] == [
         [("F", 0), ("F", 1)],
         [("F", 1)],
         [],
@@ -76,7 +75,6 @@ def test_nothing_and_a_beginning_are_no_mistakes():
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (["F0 X1", ""], "rank 0, place 1: cannot read 'X1'"),
         (["F0 F2", ""], "rank 0, place 1: F2@0 names micro-batch 2, but there are 0 to 1"),
         (["F0 F0", ""], "F0@0 is there 2 times"),
         (["", "B0 F0"], "B0@1 stands before F0@1"),
@@ -88,7 +86,21 @@ def test_nothing_and_a_beginning_are_no_mistakes():
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place(rows, said):
-    assert judge(rows, 2)[1].startswith("Not possible yet. ") and said in judge(rows, 2)[1]
+    assert judge_rows(rows, 2)[1].startswith("Not possible yet. ") and said in judge_rows(rows, 2)[1]
+
+
+def test_a_word_that_cannot_be_read_is_told_without_a_chart():
+    answer = PUZZLE.answer(rank0="F0 X1")
+    assert not answer.possible and "rank 0, place 1: cannot read 'X1'" in answer.said
+
+
+def test_work_that_stands_twice_is_drawn_as_far_as_it_runs():
+    (chart,), said = judge_rows(["F0 B0 F0", "F0 B0"], 1)
+    assert "F0@0 is there 2 times" in said
+    assert [[(b.part[0], b.start) for b in row] for row in chart.rows.values()] == [
+        [("F", 0), ("B", 4), ("F", 6)],
+        [("F", 1), ("B", 2)],
+    ]
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 1), (2, 4), (3, 4), (4, 8)])
@@ -100,11 +112,11 @@ def test_the_best_known_reaches_the_bounds(pp, m):
 
 
 def test_the_score_says_how_far_from_the_best():
-    said = {name: judge(rows_of(make(name, 3, 4)))[1] for name in ("naive", "afab", "1f1b")}
+    said = {name: judge_rows(rows_of(make(name, 3, 4)))[1] for name in ("naive", "afab", "1f1b")}
     assert "The best known with whole backwards, 1F1B, takes 18: 18 less." in said["naive"]
     assert "1F1B has fewer in flight: 3, 2, 1." in said["afab"] and "by rank: 4, 4, 4" in said["afab"]
     assert "is shorter or has fewer in flight. With B split into I and W, ZB-H1 takes 14: try it." in said["1f1b"]
     split = "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
     third = "F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3"
-    assert "ZB-H1, takes 14: 1 less." in judge([*split, third])[1]
+    assert "ZB-H1, takes 14: 1 less." in judge_rows([*split, third])[1]
     assert PUZZLE.answer(**PUZZLE.presets["a solution"][0]).said.startswith("Complete and right.")

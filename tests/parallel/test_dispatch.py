@@ -15,10 +15,10 @@ from course_lib.launch import launch
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure import ByteMeter
 from course_lib.model import Routing, moe
-from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.parallel import dispatch
 from course_lib.parallel.expert import expert_groups
 from course_lib.traffic.routing import moe_traffic
+from course_lib.traffic.synthetic_routing import synthetic_routing
 
 D = 6
 
@@ -71,7 +71,13 @@ def numbers(case, layout):
         out_TD = torch.randn(count, D, generator=generator, dtype=torch.float64)
         weight_dtype = torch.promote_types(case.dtype, torch.float32)
         ranks.append(
-            (x_TD.to(case.dtype), expert_Tk[:count], weight_Tk.to(weight_dtype), kept_Tk, out_TD.to(case.dtype))
+            (
+                x_TD.to(case.dtype),
+                torch.tensor(expert_Tk)[:count],
+                weight_Tk.to(weight_dtype),
+                kept_Tk,
+                out_TD.to(case.dtype),
+            )
         )
     torch.manual_seed(0)
     experts = nn.ModuleList(nn.Linear(D, D) for _ in range(case.experts)).to(case.dtype)

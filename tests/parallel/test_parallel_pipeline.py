@@ -21,7 +21,7 @@ from course_lib.measure import ByteMeter
 from course_lib.parallel import channels, executor, pipeline, stages, weight_gradients
 from course_lib.parallel import engine as engines
 from course_lib.schedules import Costs, simulate
-from course_lib.schedules.messages import plan as plan_of
+from course_lib.schedules.messages import steps_of_rank
 
 LLAMA = ModelConfig("llama", 5, d_model=8, num_heads=2, num_kv_heads=1, d_ff=13, vocab_size=19, max_seq_len=16)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=2)
@@ -261,12 +261,12 @@ def sums_no_tied_gradient():
 
 @contextmanager
 def takes_micro_batches_as_equal():
-    share_of_loss = executor.StageRunner.share_of_loss
+    token_losses = executor.StageRunner.token_losses
 
     def wrong(work, logits, y_BS):
-        return share_of_loss(work, logits, y_BS) * (9.0 / y_BS.numel())
+        return token_losses(work, logits, y_BS) * (9.0 / y_BS.numel())
 
-    with patch.object(executor.StageRunner, "share_of_loss", wrong):
+    with patch.object(executor.StageRunner, "token_losses", wrong):
         yield
 
 
@@ -487,7 +487,7 @@ def test_no_schedule_waits_for_ever_in_the_order_of_nccl_and_one_channel_for_bot
 
 def deliver_as_late_as_possible(made, ahead):
     """Runs all plans; a message arrives only when somebody waits for it. Returns who still waits at the end."""
-    plans = [plan_of(made, rank, ahead) for rank in range(made.pp)]
+    plans = [steps_of_rank(made, rank, ahead) for rank in range(made.pp)]
     place = [0] * made.pp
     sent, posted, delivered = {}, {}, set()
     progress = True

@@ -73,7 +73,7 @@ def of_evaluation_between_forward_and_backward(regather):
     """Largest difference of a gradient, where text of another length is evaluated in between."""
     whole, (batch, (other_BS, _)) = noisy_model(GQA), some_batches(GQA, [7, 4])
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather)
-    loss = tensor.loss_of(engine, *batch)
+    loss = engine.token_losses(*batch).mean()
     with torch.no_grad():
         engine(other_BS)
     loss.backward()
@@ -99,7 +99,7 @@ def first_positions_everywhere(self, positions_S):
 
 def sum_after_each_micro_batch(engine, batches):
     for x_BS, y_BS in batches:
-        loss = tensor.loss_of(engine, x_BS, y_BS)
+        loss = engine.token_losses(x_BS, y_BS).mean()
         (loss / len(batches)).backward()
         tensor.sum_gradients(ALL_MINE(engine), engine.residual.group)
     return loss.detach()

@@ -197,12 +197,15 @@ def does_not_mask_targets():
         is_mine, place = right(tokens, first, count)
         return (torch.ones_like(is_mine) if tokens is wrong.targets else is_mine), place
 
-    def loss_of(engine, x, y):
+    def token_losses(engine, x, y):
         wrong.targets = y
         return original(engine, x, y)
 
-    original = tensor.loss_of
-    with patch.object(vocabulary, "place_among_mine", wrong), patch.object(tensor, "loss_of", loss_of):
+    original = tensor.TensorParallel.token_losses
+    with (
+        patch.object(vocabulary, "place_among_mine", wrong),
+        patch.object(tensor.TensorParallel, "token_losses", token_losses),
+    ):
         yield
 
 

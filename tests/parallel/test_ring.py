@@ -17,7 +17,7 @@ from course_lib.parallel import gathered, ring, tiles
 from course_lib.parallel.gathered import gathered_attention
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import ring_attention
-from course_lib.parallel.tiles import KERNELS, Plan, merge
+from course_lib.parallel.tiles import KERNELS, Tiling, merge
 
 S, B, N, K, H = 16, 2, 4, 2, 8
 METHODS = {"ring": ring_attention, "all_gather": gathered_attention}
@@ -87,15 +87,15 @@ def dropped(exchange, sequence_sharding, kernel):
     """With dropout: distance from one process that is given the masks of all ranks, and the share that is kept."""
     group, inputs = dist.group.WORLD, whole_inputs()
     where = [positions(sequence_sharding, S, group.size(), rank) for rank in range(group.size())]
-    plan, mine = Plan(sequence_sharding, kernel=kernel, dropout=0.3, seed=1000 * group.rank()), where[group.rank()]
+    tiling, mine = Tiling(sequence_sharding, kernel=kernel, dropout=0.3, seed=1000 * group.rank()), where[group.rank()]
     q, k, v = (x[:, :, mine].clone().requires_grad_() for x in inputs[:3])
-    out = tiles.block_attention(q, k, v, exchange(group), plan)
+    out = tiles.block_attention(q, k, v, exchange(group), tiling)
     out.backward(inputs[3][:, :, mine])
     keep_BNsS = torch.zeros(B, N, len(mine), S, dtype=torch.float64)
     for key_rank, keys in enumerate(where):
-        if (part := plan.tile(q, group.rank(), key_rank)) is not None:
+        if (part := tiling.tile(q, group.rank(), key_rank)) is not None:
             rows, columns = torch.arange(len(mine))[part.queries], keys[part.keys]
-            drawn = plan.keep(q[:, :, part.queries], k[:, :, part.keys], key_rank)
+            drawn = tiling.keep(q[:, :, part.queries], k[:, :, part.keys], key_rank)
             keep_BNsS[:, :, rows[:, None], columns] = drawn
     keep_BNSS = torch.empty(B, N, S, S, dtype=torch.float64)
     keep_BNSS[:, :, torch.cat(where)] = comm.all_gather(keep_BNsS.unsqueeze(0), group).movedim(0, 2).flatten(2, 3)
@@ -115,12 +115,12 @@ def all_dropped():
         for sequence_sharding in SEQUENCE_SHARDINGS
         for kernel in KERNELS
     ]
-    drawn, count = Plan.keep, itertools.count()
+    drawn, count = Tiling.keep, itertools.count()
 
-    def draw_anew(plan, *args):
-        return drawn(dataclasses.replace(plan, seed=plan.seed + next(count)), *args)
+    def draw_anew(tiling, *args):
+        return drawn(dataclasses.replace(tiling, seed=tiling.seed + next(count)), *args)
 
-    with patch.object(Plan, "keep", draw_anew):
+    with patch.object(Tiling, "keep", draw_anew):
         return found, dropped(ring.Ring, "zigzag", "fused")
 
 
@@ -145,7 +145,7 @@ def traced():
     group, trace = dist.group.WORLD, []
     where = positions("zigzag", S, group.size(), group.rank())
     q, k, v, grad = (x[:, :, where].requires_grad_() for x in whole_inputs())
-    out = tiles.block_attention(q, k, v, ring.Ring(group, trace), tiles.Plan("zigzag", trace=trace))
+    out = tiles.block_attention(q, k, v, ring.Ring(group, trace), tiles.Tiling("zigzag", trace=trace))
     forward = list(trace)
     out.backward(grad)
     return forward, trace[len(forward) :]

@@ -14,11 +14,11 @@ from course_lib.measure.tracker import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.memory.zero import five_d_states
-from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plots import comparison, experts, five_d_costs, holdings, ladder, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
 from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
+from course_lib.traffic.synthetic_routing import synthetic_routing
 from course_lib.train.watch import read_run
 
 TOY, MOE = preset("toy"), preset("toy-moe")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from course_lib.panels.precision import FORMATS
+from course_lib.float_formats import FORMATS
 from course_lib.plots import precision, tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,

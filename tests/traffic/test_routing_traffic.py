@@ -6,7 +6,6 @@ import torch
 from course_lib.config import MoeConfig
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import capacity, capacity_of
-from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.traffic import all_to_all_bytes
 from course_lib.traffic.routing import (
     Sent,
@@ -19,6 +18,7 @@ from course_lib.traffic.routing import (
     sent,
     way_back,
 )
+from course_lib.traffic.synthetic_routing import synthetic_routing
 
 # 8 experts on 4 ranks, 2 nodes: rank 0 has 0 1, rank 1 has 2 3 | rank 2 has 4 5, rank 3 has 6 7
 LAYOUT = ExpertLayout(8, 4, ranks_per_node=2)
@@ -65,7 +65,7 @@ def by_token(experts, layout, copies):
     """Rows between different ranks, counted one token after the other: copies(ranks that it goes to) from src."""
     rows = [[0] * layout.ep_size for _ in range(layout.ep_size)]
     for src, expert_Tk in enumerate(experts):
-        for choices in expert_Tk.tolist():
+        for choices in torch.as_tensor(expert_Tk).tolist():
             for dst in copies([layout.rank_of_expert(e) for e in choices]):
                 rows[src][dst] += 1
     return rows
@@ -81,9 +81,7 @@ def test_rows_equal_a_count_token_by_token(layout, skew):
     across, inside = once_per_node_rows(experts, layout)
     for src, expert_Tk in enumerate(experts):
         for node in range(layout.num_nodes):
-            reached = sum(
-                any(layout.node_of_rank(layout.rank_of_expert(e)) == node for e in row) for row in expert_Tk.tolist()
-            )
+            reached = sum(any(layout.node_of_rank(layout.rank_of_expert(e)) == node for e in row) for row in expert_Tk)
             assert across[src][layout.relay(src, node)] == reached
         assert sum(across[src]) <= sum(per_rank[src])
     assert [sum(column) for column in zip(*inside, strict=True)] == [

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import EXHAUSTIVE
 
 from course_lib.config import preset
 from course_lib.flops import flops_per_token
@@ -107,7 +108,9 @@ def train_as_on_a_gpu(folder: str, layout, slow: int | None) -> int:
     return Event.steps_ended
 
 
-@pytest.mark.parametrize("layout", ["dp=3", "dp=1,tp=2", "dp=2,pp=2,zero_stage=1"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,pp=2,zero_stage=1", *(pytest.param(one, marks=EXHAUSTIVE) for one in ("dp=3", "tp=2"))]
+)
 def test_on_a_gpu_events_name_the_slow_rank_and_cost_no_wait(tmp_path, layout):
     layout = layout_for(layout, 12)
     waits = launch(train_as_on_a_gpu, layout.world_size, str(tmp_path), layout, 1)

@@ -82,34 +82,6 @@ def test_ranks_that_heard_different_signals_agree_on_the_higher_number():
     assert (exit_code(0), exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)) == (0, 143, 138)
 
 
-def gone_on_to(steps: int, layout: str, folder: Path) -> list[float]:
-    """The losses of the steps that are left, from the checkpoint in that folder."""
-    lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
-    return launch(train.train, lies.world_size, model_named(MODEL), lies, plan, Checkpoints(str(folder), every=1000))[
-        0
-    ].losses
-
-
-@pytest.mark.long
-def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_had_not(tmp_path):
-    folder, out = tmp_path / "run", tmp_path / "out.txt"
-    log = train_log.log_path(folder)
-    script = [*options(folder, STEPS, "tp=2"), "--every", "1000"]  # what is saved before the end is saved on a signal
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    with children() as seen:
-        run = start(seen, [*agent, "-m", "course_lib.train", *script], out)
-        wait_until(lambda: len(run_logs.losses_of(log)) > 2 or run.poll() is not None, seen)
-        look(seen)
-        assert len(seen) == 3, out.read_text()
-        run.terminate()
-        wait_until(lambda: run.poll() is not None, seen)
-    said, done = out.read_text(), len(run_logs.losses_of(log))
-    assert run.returncode not in (0, None) and f"stopped by SIGTERM after step {done} of {STEPS}, with a" in said, said
-    assert 2 < done < STEPS and checkpoint.latest(folder).name == f"step-{done:08d}", said
-    losses = [loss for of_step in run_logs.losses_of(log).values() for loss in of_step]
-    assert [*losses, *gone_on_to(STEPS, "tp=2", folder)] == uninterrupted(STEPS, "tp=2")
-
-
 @pytest.mark.long
 def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_143_though_one_was_asked(tmp_path):
     """Tasks of srun, which nobody restarts, and whose exit codes can be seen."""

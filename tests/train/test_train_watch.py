@@ -10,7 +10,7 @@ import pytest
 import run_logs
 
 from course_lib.train import log as train_log
-from course_lib.train.watch import look, read_run, table
+from course_lib.train.watch import look, read_run, run_table
 
 FINE = "no rank is slow, none has stopped"
 END, LATER_S = {"event": "end"}, 60.0
@@ -26,14 +26,14 @@ def test_rows_are_the_last_numbers_and_the_medians_of_the_last_steps(tmp_path):
     assert (one.step, one.loss, one.memory_bytes, one.state) == (10, 1.25, 200_000_001, "trains")
     assert (one.tokens_per_s, one.step_s, one.mfu) == (101.0, 0.5, None) and 3.0 <= one.age_s < 60
     assert one.own_s == pytest.approx(0.2) and one.wait_s == pytest.approx(0.2)
-    header, row, *_ = table(run)
+    header, row, *_ = run_table(run)
     assert header.split()[:4] == ["rank", "steps", "loss", "tokens/s"] and row.split()[:4] == [
         "0",
         "11",
         "1.2500",
         "100",
     ]
-    assert all(len(line) <= 100 for line in table(run)) and table(run)[-1] == FINE
+    assert all(len(line) <= 100 for line in run_table(run)) and run_table(run)[-1] == FINE
 
 
 def test_the_slow_rank_is_named_by_what_it_computes_though_all_steps_are_as_long(tmp_path):
@@ -113,7 +113,7 @@ def test_logs_without_parts_as_a_gpus_name_nobody_slow(tmp_path):
         run_logs.write(tmp_path, rank, [run_logs.line(rank, 0, **parts, mfu=0.4, loss=float("nan"))])
     run = look(tmp_path)
     assert run.verdict == "no rank has stopped; the logs do not say how long each computes"
-    assert (run.ranks[0].own_s, run.ranks[0].mfu) == (None, 0.4) and "40.0%" in table(run)[1]
+    assert (run.ranks[0].own_s, run.ranks[0].mfu) == (None, 0.4) and "40.0%" in run_table(run)[1]
 
 
 def test_a_folder_without_logs_and_one_without_steps(tmp_path):

@@ -19,7 +19,7 @@ def test_the_corpus_is_python_source_the_same_each_time():
 
 def test_no_file_of_the_corpus_is_a_test_or_made_by_the_installation():
     root = data.Path(data.sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root).as_posix() for path in data._source_files(root)]
+    names = [path.relative_to(root).as_posix() for path in data.source_files(root)]
     assert names[0].startswith("__future__")
     assert "json/decoder.py" in names
     unwanted = {"test", "tests", "site-packages", "dist-packages", "idlelib"}

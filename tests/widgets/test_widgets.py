@@ -8,10 +8,9 @@ import pytest
 from widget_tree import all_of, control, texts
 
 from course_lib.compare.profile import Comparison
-from course_lib.panels.memory import MEMORY
-from course_lib.panels.overlap import OVERLAP
-from course_lib.panels.puzzle import PUZZLE
-from course_lib.panels.recompute import BLOCKS, RECOMPUTE
+from course_lib.panels.collectives import OVERLAP
+from course_lib.panels.one_gpu import BLOCKS, MEMORY, RECOMPUTE
+from course_lib.panels.pipeline import PUZZLE
 from course_lib.panels.record import Panel
 from course_lib.panels.runs import KNOWN, LAYOUT, PLAN, TENSOR_SEQUENCE, ZERO
 from course_lib.widgets import measure_layout, measure_memory, measure_zero, play
@@ -139,11 +138,11 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
 
 @pytest.mark.launches
 def test_a_toy_is_measured_on_real_ranks():
-    forms, said = measure_zero(**ZERO.start | {"zero_stage": 2, "dp": 2})
-    assert forms[0].notes["parameters, measured"] == ", exact" and "zero_stage=2" in said
+    charts, said = measure_zero(**ZERO.start | {"zero_stage": 2, "dp": 2})
+    assert charts[0].notes["parameters, measured"] == ", exact" and "zero_stage=2" in said
     values = LAYOUT.start | KNOWN["one laptop (toy), 8 ranks"][0] | {"dp": 1, "ep": 1}
-    forms, said = measure_layout(**values)
-    assert "on 4 ranks" in said and forms[0].notes["parameters, measured"] == ", exact"
+    charts, said = measure_layout(**values)
+    assert "on 4 ranks" in said and charts[0].notes["parameters, measured"] == ", exact"
 
 
 # ---------------------------------------------------------------- without ipywidgets
