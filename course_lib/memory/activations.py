@@ -1,38 +1,32 @@
-"""What autograd saves for the backward pass, term by term: closed formulas, in bytes of one micro-batch on one rank.
+"""What autograd saves for the backward pass, tensor by tensor: bytes of one micro-batch on one rank.
 
-Elements that one block saves of each token (D, F, N, K, H, S as everywhere), on one rank alone:
+Each term is tokens x numbers of a token x bytes of a number, in the letters of everywhere. Under tp a rank has a
+narrower model; under cp fewer tokens; sequence parallelism cuts the tokens of D once more, but for inputs of matrices
+that are not gathered again. One block of an undivided Llama saves of each token
 
-                                               Llama                      GPT and the encoder
-    block input, saved by the first norm       D, 1 statistic             D, 2 statistics
-    norm's output, input of q, k and v         D                          D
-    q, k, v                                    (N + 2 K) H                3 N H
-    QK-norm's inputs                           (N + K) H, N + K statist.  none
-    fused core: log-sum-exp, in FP32           N                          N
-    standard core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
-    core's output, input of o                  N H                        N H
-    dropout masks, one byte each               none                       2 D
-    residual, saved by the second norm         D, 1 statistic             D, 2 statistics
-    norm's output, input of the MLP            D                          D
-    MLP                                        4 F: gate, up, silu, down  2 F: before and after GELU
+    attention   D and a statistic; D; q, k, v: (N + 2 K) H; log-sum-exp: N; output: N H    standard: scores, N S
+    MLP         D and a statistic; D; gate, up, silu and their product: 4 F
 
-Under tp a rank has a narrower model; under cp fewer tokens; sequence parallelism cuts the rows of D once more, but for
-inputs of matrices that are not gathered again. Experts save their rows, latent attention its narrow vectors besides.
+GPT's norms have two statistics, its MLP 2 F, its dropout a byte for each of 2 D numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
+from course_lib.memory.flats import placed_by
 from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
-from course_lib.memory.states import Recipe, parameter_shapes, recipe_of
+from course_lib.memory.states import Recipe, block_shapes, recipe_of
 
 FP32, INT64, MASK = 4, 8, 1  # bytes of a float32, of a token id or a place, of a bool
+CHOICE = INT64 + FP32 + MASK  # of a token's choice of an expert: its place, its weight, whether it has room
 Terms = dict[str, int]
 
 
@@ -40,91 +34,65 @@ Terms = dict[str, int]
 class Part:
     """What one rank computes of a micro-batch: `local` is its model, narrower by tp, `rows` are its tokens.
 
-    own_rows   tokens outside attention and MLP, which sequence parallelism cuts once more
-    routed     tokens that go to experts from here: all rows, or folded own ones
-    entered    tokens of a matrix's saved input: all rows, or own ones that backward gathers again
+    own_rows    tokens outside attention and MLP, which sequence parallelism cuts once more
+    entered     tokens of a matrix's saved input: all rows, or own ones that backward gathers again
+    routed      tokens that go to experts from here: all rows, or folded own ones; `came` rows come to its experts
+    e, r        bytes of a number in matrix products, and of the residual stream: autocast leaves it as parameters are
+    fp32        bytes of what is computed in FP32 at least; `softmax` of scores, on a GPU not autocast
+    in_layers   whether any layer trains, and not the head alone; `is_away`: activations wait off the device
+    split       whether gradients of weights may wait for a backward's second part
     """
 
-    config: ModelConfig
-    local: ModelConfig
-    layout: Layout
     run: Run
+    local: ModelConfig
+    engine: EngineFacts
     rows: int
     own_rows: int
-    load: float
-    engine: EngineFacts
+    entered: int
+    routed: int
+    came: int
+    d_expert: int
+    e: int
+    r: int
+    fp32: int
+    softmax: int
+    in_layers: bool
+    is_away: bool
+    split: bool
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        return recipe_of(self.run.recipe)
+    def saves(self, *matrices: str) -> int:
+        """Bytes a number of the input that these read: none if all are frozen, under autocast once for each."""
+        lora, size = self.run.lora, self.engine.fp8_input_bytes if self.run.fp8 else self.e
+        readers = len(matrices) if lora is None else sum(name in lora.targets for name in matrices)
+        return size * (readers if self.e != self.r else min(1, readers))
 
-    @property
-    def e(self) -> int:
-        """Bytes of a number in matrix products."""
-        return self.recipe.compute_bytes
-
-    @property
-    def r(self) -> int:
-        """Bytes of a number of the residual stream: autocast leaves it in the parameters' dtype."""
-        return self.recipe.param_bytes if self.layout.tp == 1 else self.e
-
-    @property
-    def fp32(self) -> int:
-        """Bytes of what is computed in FP32 at least."""
-        return max(self.e, FP32)
-
-    @property
-    def entered(self) -> int:
-        regathers = self.layout.regather or (self.engine.regathers and self.layout.sequence_parallel)
-        return self.own_rows if regathers else self.rows
-
-    @property
-    def routed(self) -> int:
-        return self.own_rows if self.layout.folded else self.rows
-
-    @property
-    def d_expert(self) -> int:
-        """Width of an expert here: folded it is whole."""
-        return (self.config if self.layout.folded else self.local).moe.d_expert
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast casts each input and each matrix of a product."""
-        return self.e != self.r
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of a number of a product's saved input."""
-        return self.engine.fp8_input_bytes if self.run.fp8 else self.e
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """The matrices that read what attention's norm gives."""
-        return ("q_down", "kv_down") if self.config.mla else ("q", "k", "v")
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether any layer trains, and not the head alone."""
-        return self.run.lora is None or set(self.run.lora.targets) != {"head"}
-
-    def saves(self, name: str) -> bool:
-        """Whether a matrix needs its input again: frozen ones do not, their adapters do."""
-        return self.run.lora is None or name.rpartition(".")[2] in self.run.lora.targets
-
-    def norm(self, rows: int, width: int, itemsize: int) -> int:
+    def norm(self, what: str, whose: str) -> Terms:
         """A norm's input, and its statistics of a row."""
-        if self.config.family == "llama":
-            kept = self.engine.norm_bytes if itemsize == 2 else itemsize
-            return rows * width * kept, rows * max(itemsize, FP32)
-        return rows * width * itemsize, rows * 2 * itemsize
+        is_llama = self.local.family == "llama"
+        size = self.engine.norm_bytes if is_llama and self.r == 2 else self.r
+        statistics = max(self.r, FP32) if is_llama else 2 * self.r
+        return {what: self.own_rows * self.local.d_model * size, f"{whose} statistics": self.own_rows * statistics}
 
 
 def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts = ENGINES["course"]) -> Part:
     """What a rank computes, and in which widths."""
-    layout, tokens = run.layout, run.seq_len // run.layout.cp
-    own = piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens
-    local = narrow(run.config, layout.tp, tp_rank)
-    return Part(run.config, local, layout, run, layout.micro_batch * tokens, layout.micro_batch * own, load, engine)
+    layout, recipe, tokens = run.layout, recipe_of(run.recipe), run.seq_len // run.layout.cp
+    own = layout.micro_batch * (piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens)
+    rows, e, local = layout.micro_batch * tokens, recipe.compute_bytes, narrow(run.config, layout.tp, tp_rank)
+    regathers = layout.regather or (engine.regathers and layout.sequence_parallel)
+    routed, moe = own if layout.folded else rows, (run.config if layout.folded else local).moe  # folded they are whole
+    return Part(
+        run, local, engine, rows, own, own if regathers else rows, routed,
+        came=round(routed * moe.top_k * (load if layout.ep > 1 else 1)) if moe else 0,
+        d_expert=moe.d_expert if moe else 0,
+        e=e,
+        r=recipe.param_bytes if layout.tp == 1 else e,
+        fp32=max(e, FP32),
+        softmax=recipe.param_bytes if run.device == "cuda" else e,
+        in_layers=run.lora is None or set(run.lora.targets) != {"head"},
+        is_away=run.offload.activations != "device",
+        split=placed_by(layout).splits_backward,
+    )  # fmt: skip
 
 
 # ---- a layer
@@ -133,238 +101,135 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts =
 @lru_cache(maxsize=4096)
 def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[Terms, Terms]:
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
-    operators = part.run.operators and recompute is None
-    recompute, run, D = recompute or part.layout.recompute, part.run, part.config.d_model
-    below, behind = _reached(part, layer)
-    if run.lora is not None and not part.in_layers:
+    c, run, rows, D, has_experts = part.local, part.run, part.rows, part.local.d_model, part.local.has_experts(layer)
+    how, stream = recompute or run.layout.recompute, {"block input": part.own_rows * D * part.r}
+    if not part.in_layers:
         return {}, {}
-    if recompute == "full":
-        terms = {"block input": part.own_rows * D * part.r}
-        moe = part.local.moe
-        if part.config.has_experts(layer):  # the module holds its routing until the next one
-            terms["routing"] = part.routed * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
-        return terms, {}
-    if operators:
-        return _kept_outputs(part), {}
-    masks = part.own_rows * D * MASK if part.config.dropout else 0
-    first, second = _attention_terms(part, recompute, below), {}
-    if behind:
-        second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    second |= _expert_terms(part) if part.config.has_experts(layer) else _mlp_terms(part, reached=behind)
-    return first | {"dropout masks": masks * behind}, second | {"MLP's dropout mask": masks}
+    if how == "full":  # a router's module holds its routing until the next one
+        routing = {"routing": part.routed * (c.moe.num_experts * FP32 + c.moe.top_k * CHOICE)} if has_experts else {}
+        return stream | routing, {}
+    if run.operators and recompute is None:  # what q, v, o, gate, down and the core gave
+        outputs = (2 * c.num_heads + c.num_kv_heads) * c.head_dim + c.d_ff + D // run.layout.tp
+        return stream | {"kept outputs": rows * outputs * part.e}, {}
+    masks = part.own_rows * D * MASK if c.dropout else 0
+    first = part.norm("block input", "first norm's") | _attention_terms(part, how) | {"dropout masks": masks}
+    second = part.norm("residual", "second norm's") | {"MLP's dropout mask": masks}
+    second |= _expert_terms(part) if has_experts else _mlp_terms(part, c.d_ff, "input of the MLP", "MLP")
+    for half, sizes in zip((first, second), of_matrices(part, layer), strict=True):
+        half |= {"casts and adapters": sizes[0]} if sizes[0] else {}
+    return first, second
 
 
-def _reached(part: Part, layer: int) -> tuple[bool, bool]:
-    """Whether a gradient is wanted of a layer's input, and behind its attention: below the first adapter none is."""
-    if part.run.lora is None or layer > 0:
-        return True, True
-    return False, any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up", "o"))
-
-
-def _attention_terms(part: Part, recompute: str, reached: bool) -> Terms:
-    D, c, rows, e = part.config.d_model, part.local, part.rows, part.e
-    N, K, H, W = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
-    terms = dict(zip(("block input", "first norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    if not reached:
-        terms = {}
-    if c.mla:
-        terms |= _latent_terms(part)
+def _attention_terms(part: Part, recompute: str) -> Terms:
+    """What attention saves: inputs of its matrices, what its core reads, and the log-sum-exp or the scores."""
+    c, run, layout, rows, own, e = part.local, part.run, part.run.layout, part.rows, part.own_rows, part.e
+    D, N, K, H, W, mla = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, c.mla
+    terms = {"input of q, k, v": part.entered * D * part.saves("q", "k", "v")}
+    if mla:  # queries, keys and values through narrow vectors (latent.py)
+        terms = {
+            "input of latent vectors": own * D * part.saves("q_down", "kv_down"),
+            "latent vectors": own * ((mla.q_rank + mla.kv_rank + mla.rope_dim) * e + 2 * part.fp32),
+            "input of q_up": part.entered * mla.q_rank * part.saves("q_up"),
+            "input of kv_up": part.entered * mla.kv_rank * part.saves("kv_up"),
+        }
+    if c.qk_norm:
+        terms["QK-norm"] = rows * (N + K) * (H * e + FP32)
+    inputs, values, gathers = N * H + K * (H + W), N * W, layout.cp > 1 and layout.cp_method != "ulysses"
+    of_core = run.attention == "fused" and (recompute != "selective" or run.lora is None)  # its kernel saves its output
+    if recompute == "selective":  # what RoPE turned is as wide as its tables
+        core = inputs * e + (N + K) * H * (part.r - e) * (c.family == "llama")
+    elif run.attention == "standard":
+        dropped = e * (c.dropout > 0 or part.softmax != e) + MASK * (c.dropout > 0)
+        core = (2 * N * H + values) * e + N * run.seq_len * (part.softmax + dropped)
+    elif H != W and not gathers:  # a flash kernel wants values as long as keys
+        core = 4 * N * max(H, W) * e + N * FP32
     else:
-        terms |= _inputs(part, "input of q, k, v", [f"attention.{name}" for name in part.readers], D, reached)
-        if c.qk_norm and reached:
-            terms["QK-norm"] = rows * (N + K) * (H * e + FP32)
-    adapted = any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up"))
-    terms["core"] = _core_bytes(part, recompute) if reached or adapted else 0
-    out = 0 if part.run.attention == "standard" and not part.saves("attention.o") else rows * N * W * part.e
-    if part.run.lora is not None and recompute == "selective" and not part.saves("attention.o"):
-        out = 0
-    terms["input of o"] = out if part.run.attention == "fused" or not part.run.fp8 else out // e * part.input_bytes
-    return terms | _cast_matrix(part, ["attention.o"])
+        core = (inputs + values * (layout.cp > 1 and not gathers)) * e + N * FP32
+    return terms | {"core": rows * core, "input of o": rows * values * (e if of_core else part.saves("o"))}
 
 
-def _inputs(part: Part, name: str, matrices: list[str], width: int, reached: bool = True, rows: int = 0) -> Terms:
-    """The shared input of several matrices: once, or cast once for each; with their copies in autocast's dtype."""
-    readers = sum(part.saves(one) for one in matrices)
-    numel = (rows or (part.entered if part.layout.tp > 1 else part.rows)) * width
-    terms = {name: numel * part.input_bytes * (readers if part.casts else min(1, readers))}
-    return terms | _cast_matrix(part, matrices, reached)
+def _mlp_terms(part: Part, width: int, entered: str, inside: str) -> Terms:
+    readers = ("gate", "up") if part.local.family == "llama" else ("up",)
+    return {
+        entered: part.entered * part.local.d_model * part.saves(*readers),
+        inside: part.rows * width * _inside_bytes(part),
+    }
 
 
-def _cast_matrix(part: Part, matrices: list[str], reached: bool = True) -> Terms:
-    """Copies of matrices in autocast's dtype; between adapters' two matrices their narrow vector, and their copies."""
-    found = 0
-    for name in matrices:
-        out, width = _matrix(part.local, name)
-        if part.casts and reached:
-            found += out * width * part.e
-        if part.run.lora is not None and part.saves(name):
-            found += part.rows * part.run.lora.rank * part.e
-            found += part.run.lora.rank * (out + width * reached) * part.e if part.casts else 0
-    return {f"casts and adapters of {matrices[0]}": found} if found else {}
-
-
-@lru_cache(maxsize=1024)
-def _matrix(local: ModelConfig, name: str) -> tuple[int, int]:
-    return parameter_shapes(local)[name][0]
-
-
-def _core_bytes(part: Part, recompute: str) -> int:
-    """q, k, v, the output where it is not what o reads, and the log-sum-exp; or the scores, which grow with S."""
-    c, rows, e = part.local, part.rows, part.e
-    N, K, H, W = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
-    heads, values = rows * N * H * e, rows * N * W * e
-    plain = heads + rows * K * (H + W) * e
-    if recompute == "selective":
-        wider = part.casts and part.config.family == "llama"  # what RoPE turned is as wide as its tables
-        return plain + rows * (N + K) * H * (part.r - e) * wider
-    if part.run.attention == "standard":
-        softmax = part.recipe.param_bytes if part.run.device == "cuda" else e
-        drops, scores = bool(part.config.dropout), rows * N * (part.run.seq_len // part.layout.cp)
-        dropped = e * (drops or softmax != e) + MASK * drops
-        return 2 * heads + values + scores * (softmax + dropped)
-    lse = rows * N * FP32
-    if part.layout.cp > 1 and part.layout.cp_method != "ulysses":
-        return plain + lse
-    fills = W != H  # a flash kernel wants values as long as keys: filled up, and its output is longer than o's input
-    core = 4 * rows * N * max(H, W) * e if fills else plain
-    return core + lse + (values if part.layout.cp > 1 and not fills else 0)
-
-
-def _latent_terms(part: Part) -> Terms:
-    """Queries, keys and values through narrow vectors (latent.py)."""
-    mla, own, e, D = part.local.mla, part.own_rows, part.e, part.config.d_model
-    vectors = {"q": mla.q_rank, "kv": mla.kv_rank + mla.rope_dim}
-    terms = _inputs(part, "input of latent vectors", [f"attention.{one}_down" for one in vectors], D, rows=own)
-    for (one, made), read in zip(vectors.items(), (mla.q_rank, mla.kv_rank), strict=True):
-        terms[f"latent {one}"] = own * made * e + own * part.fp32
-        terms |= _inputs(part, f"input of {one}_up", [f"attention.{one}_up"], read)
-    return terms
-
-
-def _mlp_terms(part: Part, name: str = "mlp", width: int = 0, of_experts: bool = False, reached: bool = True) -> Terms:
-    D, F, e, rows = part.config.d_model, width or part.local.d_ff, part.e, part.rows
-    two = part.config.family == "llama"
-    readers = [f"{name}.gate", f"{name}.up"] if two else [f"{name}.up"]
-    entered = rows if of_experts and part.layout.sequence_parallel and not part.layout.folded else 0
-    terms = _inputs(part, f"input of the {'MLP' if name == 'mlp' else name}", readers, D, reached, entered)
-    product = rows * F * part.input_bytes * part.saves(f"{name}.down")
-    inside = rows * F * e * ((3 if part.engine.swiglu_tensors == 4 else 2) if two else 1)
-    if two and part.engine.swiglu_tensors == 2:
-        product = 0
-    if not reached:  # SiLU saves its input, and a product the factor that the other's gradient needs
-        gate, up = (part.saves(f"{name}.{one}") for one in ("gate", "up"))
-        inside = rows * F * e * (2 * gate + up if two else up)
-    return terms | {"MLP" if name == "mlp" else name: inside + product} | _cast_matrix(part, [f"{name}.down"])
+def _inside_bytes(part: Part) -> int:
+    """Bytes that an MLP saves of each number between its matrices: gate, up, SiLU, or what GELU reads; the product."""
+    tensors = part.engine.swiglu_tensors if part.local.family == "llama" else 0
+    return {4: 3, 3: 2, 2: 2, 0: 1}[tensors] * part.e + part.saves("down") * (tensors != 2)
 
 
 def _expert_terms(part: Part) -> Terms:
     """Router, the rows that come to this rank's experts, what these save, and their weights."""
-    moe, rows, e, D, ep = part.local.moe, part.routed, part.e, part.config.d_model, part.layout.ep
-    k, sent, came = moe.top_k, rows * moe.top_k, round(rows * moe.top_k * part.load)
-    E = moe.num_experts
-    router = 0
-    if part.run.lora is None:
-        router += rows * D * part.fp32  # its input in FP32
-    if e < FP32:
-        router += E * D * FP32
-    scores = rows * E * part.fp32 * (2 if moe.score == "sigmoid" else 1)
-    choice = rows * (k * (INT64 + FP32 + MASK) + (k + 1) * FP32 * moe.normalise_weights)
-    once = ep > 1 and part.layout.expert_method == "once_per_rank"
-    places = sent * INT64 if ep == 1 else 2 * came * INT64 + sent * INT64
-    read, given, weighed = (came if ep > 1 else sent), sent, sent * (2 * INT64 + e)
-    if once:
-        read = given = came
-        places, weighed = rows * min(k, ep) * 2 * INT64 + came * INT64, came * (2 * INT64 + e)
-    saves = {name: part.saves(f"moe.experts.{name}") for name in ("gate", "up", "down")}
-    readers = saves["gate"] + saves["up"]
-    tensors = part.engine.swiglu_tensors if part.run.lora is None else 3 + saves["down"]
+    moe, rows, came, e, D = part.local.moe, part.routed, part.came, part.e, part.local.d_model
+    k, E, sent, is_whole = moe.top_k, moe.num_experts, rows * moe.top_k, part.run.lora is None
+    choice = k * CHOICE + (k + 1) * FP32 * moe.normalise_weights + E * part.fp32 * (2 if moe.score == "sigmoid" else 1)
+    places = sent if part.run.layout.ep == 1 else 2 * came + sent
     found = {
-        "router": router + scores + choice,
-        "places of rows": places + weighed,
-        "rows of experts": read * D * part.input_bytes * (readers if part.casts else min(1, readers)),
-        "experts": read * part.d_expert * e * tensors,
-        "outputs of experts": given * D * e,
+        "router": rows * (choice + D * part.fp32 * is_whole) + E * D * FP32 * (e < FP32),  # in FP32
+        "places of rows": places * INT64 + sent * (2 * INT64 + e),
+        "rows of experts": came * D * part.saves("gate", "up"),
+        "experts": came * part.d_expert * _inside_bytes(part),
+        "outputs of experts": sent * D * e,
     }
-    if part.casts:
-        found["casts of experts"] = E // ep * 3 * part.d_expert * D * e
-    if part.run.lora is not None:
-        found["experts' adapters"] = read * part.run.lora.rank * e * sum(saves.values())
-    is_saved_once = not part.layout.folded or part.entered == rows  # folded, shared experts gather what they save
-    if e >= FP32 and part.run.lora is None and moe.num_shared_experts and is_saved_once:
-        found["router"] -= rows * D * e  # one tensor: the shared experts save it too
     if moe.num_shared_experts:
-        found |= _mlp_terms(part, "moe.shared", moe.num_shared_experts * moe.d_expert, of_experts=True)
+        found |= _mlp_terms(part, moe.num_shared_experts * moe.d_expert, "input of shared experts", "shared experts")
+        if e >= FP32 and is_whole:  # one tensor: the router saves it too
+            found["input of shared experts"] = 0
     return found
 
 
-def _kept_outputs(part: Part) -> Terms:
-    """Recomputation of operators: the block's input, and what q, v, gate and down and the attention core gave."""
-    c, e = part.local, part.e
-    outputs = (2 * c.num_heads + c.num_kv_heads) * c.head_dim + c.d_ff
-    D = part.config.d_model
-    return {"block input": part.own_rows * D * part.r, "kept outputs": part.rows * (outputs + D // part.layout.tp) * e}
-
-
 @lru_cache(maxsize=4096)
-def waiting_terms(part: Part, layer: int) -> tuple[int, int]:
-    """Bytes of a layer between the two parts of a split backward: each product's input, and its output's gradient.
+def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of attention's matrices, and of those behind it, (bytes of casts and adapters, bytes that wait).
 
-    Of attention, and of what follows it.
+    Autocast's copies are saved, and what adapters have between their two matrices. Between a backward's two parts each
+    input waits, and each output's gradient.
     """
-    c, D, rows = part.local, part.config.d_model, part.rows
-    N, K, H, W, two = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, part.config.family == "llama"
-    numel = rows * (N * W + D)  # of o
-    if mla := c.mla:
-        numel += part.own_rows * (D + mla.q_rank + mla.kv_rank + mla.rope_dim)
-        numel += rows * (mla.q_rank + N * H + mla.kv_rank + N * (mla.nope_dim + W))
-    else:
-        numel += rows * (D + (N + 2 * K) * H)
-    inside = rows * (2 * D + (3 if two else 2) * c.d_ff)
-    if part.config.has_experts(layer):
-        moe = c.moe
-        inside = round(part.routed * moe.top_k * part.load) * (2 * D + 3 * part.d_expert)
-        inside += rows * (2 * D + 3 * moe.num_shared_experts * moe.d_expert) if moe.num_shared_experts else 0
-    return numel * part.e + layer_terms(part, layer)[0].get("routing", 0), inside * part.e
+    saved, waiting, lora = [0, 0], [0, 0], part.run.lora
+    shared = ("k", "v", "kv_down") + ("up",) * (part.local.family == "llama")  # they read what one before them reads
+    for name, (shape, copies) in block_shapes(part.local, part.local.has_experts(layer)).items():
+        half, matrix = not name.startswith("attention"), name.rpartition(".")[2]
+        if len(shape) == 2 and matrix != "router":
+            (out, width), rows, copies = shape, part.rows, 1
+            if name.startswith("moe.experts"):
+                rows, copies = part.came, part.local.moe.num_experts // part.run.layout.ep
+                out, width = (out, part.d_expert) if matrix == "down" else (part.d_expert, width)
+            saved[half] += (part.e != part.r) * copies * prod(shape) * part.e
+            saved[half] += rows * lora.rank * part.e if lora is not None and matrix in lora.targets else 0
+            waiting[half] += rows * (out + width * (matrix not in shared)) * part.e
+    return tuple(zip(saved, waiting, strict=True))
 
 
 # ---- both ends
 
 
 def first_terms(part: Part) -> Terms:
-    """What the embedding saves: token ids, and dropout's mask; frozen, nothing."""
-    if part.run.lora is not None:
-        return {}
-    D, B = part.config.d_model, part.layout.micro_batch
-    terms = {"token ids": part.rows * (INT64 + MASK * (part.layout.tp > 1))}
-    if part.config.family != "llama":
-        terms["positions"] = part.own_rows // B * INT64
-    return terms | ({"embedding's dropout mask": part.own_rows * D * MASK} if part.config.dropout else {})
+    """What a stage saves in front of its layers: RoPE's tables; the first one token ids, and frozen nothing."""
+    c, layout = part.local, part.run.layout
+    tables = 2 * part.rows // layout.micro_batch * c.rope_dim * recipe_of(part.run.recipe).param_bytes
+    is_llama, trains = c.family == "llama", part.run.lora is None
+    return {
+        "RoPE's tables": tables * (is_llama and part.in_layers),
+        "token ids": trains * part.rows * (INT64 + MASK * (layout.tp > 1)),
+        "positions": trains * (not is_llama) * part.own_rows // layout.micro_batch * INT64,
+        "embedding's dropout mask": trains * part.own_rows * c.d_model * MASK * (c.dropout > 0),
+    }
 
 
 def last_terms(part: Part) -> tuple[Terms, int]:
     """(what final norm and head save with the targets, log-probabilities or probabilities of the loss)."""
-    D, V = part.config.d_model, part.local.vocab_size
-    terms = dict(zip(("input of the final norm", "its statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    if part.config.family == "xlmr":
+    D, V, lora = part.local.d_model, part.local.vocab_size, part.run.lora
+    terms = part.norm("input of the final norm", "its") if part.in_layers else {}
+    if part.local.family == "xlmr":
         return terms, 0
-    chunks = part.run.loss_chunks
-    if not part.in_layers:  # below an adapter of the head alone nothing wants a gradient
-        terms = {}
-    terms["input of the head"] = (
-        0 if not part.saves("head") else (part.entered if part.layout.tp > 1 else part.rows) * D * part.e
-    )
-    terms["head in autocast's dtype"] = V * D * part.e if part.casts and part.in_layers else 0
-    if part.run.lora is not None and part.saves("head"):
-        terms |= {"adapter of the head": part.rows * part.run.lora.rank * part.e}
-    terms["targets"] = part.rows * (INT64 + MASK * (part.layout.tp > 1))
-    return terms, part.rows * V * part.fp32 // chunks
-
-
-def rope_bytes(part: Part) -> int:
-    """RoPE's two tables, which a stage makes for each micro-batch."""
-    if part.config.family != "llama" or not part.in_layers:
-        return 0
-    return 2 * (part.run.seq_len // part.layout.cp) * part.config.rope_dim * part.recipe.param_bytes
+    terms["input of the head"] = part.entered * D * part.e * (lora is None or "head" in lora.targets)
+    terms["head in autocast's dtype"] = V * D * part.e * (part.e != part.r and part.in_layers)
+    terms["targets"] = part.rows * (INT64 + MASK * (part.run.layout.tp > 1))
+    return terms, part.rows * V * part.fp32 // part.run.loss_chunks
 
 
 # ---- for readers: one block, per token
@@ -380,9 +245,8 @@ def block_terms(
     Raises   ValueError if attention or precision is unknown, or the model has experts or latent attention
     """
     require_dense(config, "block_terms")
-    run = Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu")
-    part = Part(config, config, run.layout, run, 1, 1, 1.0, ENGINES["course"])
-    first, second = layer_terms(part, 0)
+    part = part_of(Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu"))
+    first, second = layer_terms(replace(part, rows=1, own_rows=1, entered=1), 0)
     terms = {name: size for name, size in (first | second).items() if not name.startswith("casts")}
     terms["dropout masks"] += terms.pop("MLP's dropout mask")
     return terms

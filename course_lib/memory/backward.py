@@ -7,30 +7,18 @@ attention's core. peak.py adds these moments up over a step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.activations import (
-    FP32,
-    MASK,
-    Part,
-    Terms,
-    first_terms,
-    last_terms,
-    layer_terms,
-    rope_bytes,
-    waiting_terms,
-)
-from course_lib.memory.flats import Flat, Named, layers_of, placed_by
-from course_lib.memory.states import LoRA, Recipe
+from course_lib.memory.activations import FP32, Part, first_terms, last_terms, layer_terms, of_matrices
+from course_lib.memory.flats import Flat, Named, layers_of
+from course_lib.memory.states import Recipe
 from course_lib.memory.zero import wire_grad_bytes
-
-_NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
 
 
 class Moment(NamedTuple):
@@ -71,171 +59,123 @@ class Stage:
 
 
 @lru_cache(maxsize=2048)
-def stage_of(part: Part, stage: int, split: bool) -> Stage:
-    """The sums of one stage, layer by layer; `split`: its gradients of weights may wait."""
-    counts = layers_of(part.config, part.layout)
-    layers = range(sum(counts[:stage]), sum(counts[: stage + 1]))
-    is_last, away = stage == len(counts) - 1, part.run.offload.activations != "device"
+def stage_of(part: Part, stage: int) -> Stage:
+    """The sums of one stage, layer by layer."""
+    config, layout = part.run.config, part.run.layout
+    counts = layers_of(config, layout)
+    layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
     end, logits = last_terms(part) if is_last else ({}, 0)
-    here = rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0)
-    to_the_end = end.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
-    sort = {layer: (part.config.has_experts(layer), part.run.lora is not None and layer == 0) for layer in layers}
-    like = {of: layer for layer, of in sort.items()}
-    saved_by = {of: _sum(layer_terms(part, layer)) for of, layer in like.items()}
-    inside = {of: _layer_moments(part, layer, split) for of, layer in like.items()}
-    waits = {of: split * sum(waiting_terms(part, layer)) for of, layer in like.items()}
-    saved = here + sum(saved_by[sort[layer]] for layer in layers)  # in front of the end
-    of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
-    ends = _end_moments(part, saved, end, logits, of_head) if is_last else []
-    moments = [one._replace(activations=one.activations + to_the_end) for one in ends]
-    kept, waiting = saved, of_head
+    first = first_terms(part)
+    start = _total(first) if stage == 0 else first["RoPE's tables"]
+    sorts = {layer: config.has_experts(layer) for layer in layers}
+    like = {sort: layer for layer, sort in sorts.items()}
+    saved = {sort: sum(_total(half) for half in layer_terms(part, layer)) for sort, layer in like.items()}
+    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items()}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
+    kept = start + sum(saved[sort] for sort in sorts.values())
+    waiting = part.split * is_last * part.rows * (config.d_model + part.local.vocab_size) * part.e
+    total = kept + _total(end)
+    moments = _end_moments(part, total, end, logits) if is_last else []
     for layer in reversed(layers):
-        kept -= saved_by[sort[layer]]
-        if _may_be_fullest(layer, layers, sort):
-            for one in inside[sort[layer]]:
-                unit = f"blocks.{layer}{one.where[0]}"
-                activations = one.activations + waiting + (0 if away else kept)
-                moments.append(one._replace(where=(unit, one.where[1]), activations=to_the_end + activations))
-        waiting += waits[sort[layer]]
-    stream = part.own_rows * part.config.d_model * part.r
-    moments.append(Moment("embedding", ("embed", True), to_the_end + waiting + (0 if away else here), 0, stream))
-    total = saved + sum(end.values())
-    if away:
-        return Stage(to_the_end, 0, waiting, tuple(moments), total + logits)
-    return Stage(to_the_end + total, logits, waiting, tuple(moments))
+        sort = sorts[layer]
+        kept -= saved[sort]
+        # activations fall from layer to layer and gradients grow: between like layers none is the fullest
+        is_between = all(sorts.get(layer + step) == sort for step in (-2, -1, 1, 2))
+        for one in () if is_between else inside[sort]:
+            unit = f"blocks.{layer}{one.where[0]}", one.where[1]
+            moments.append(
+                one._replace(where=unit, activations=one.activations + waiting + (0 if part.is_away else kept))
+            )
+        waiting += waits[sort]
+    stream = part.own_rows * config.d_model * part.r
+    moments.append(Moment("embedding", ("embed", True), waiting + (0 if part.is_away else start), 0, stream))
+    if part.is_away:
+        return Stage(0, 0, waiting, tuple(moments), total + logits)
+    return Stage(total, logits, waiting, tuple(moments))
 
 
-def _may_be_fullest(layer: int, layers: range, sort: dict) -> bool:
-    """Activations fall from layer to layer and gradients grow, so between two like layers none is the fullest."""
-    near = [sort.get(layer + step) == sort[layer] for step in (-2, -1, 1, 2)]
-    return not all(near)
-
-
-def _sum(terms: tuple[Terms, Terms]) -> int:
-    return sum(sum(half.values()) for half in terms)
+def _total(terms: dict[str, int]) -> int:
+    return sum(terms.values())
 
 
 # ---- work space
 
 
-@lru_cache(maxsize=4096)
-def _layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
+def _layer_moments(part: Part, layer: int) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
-    recompute, experts = part.layout.recompute, part.config.has_experts(layer)
-    whole = layer_terms(part, layer, "none")
-    first, second = whole if recompute == "full" or part.run.operators else layer_terms(part, layer)
-    D, rows, stream = part.config.d_model, part.rows, part.own_rows * part.config.d_model * part.r
-    gathered = rows * D * part.e if part.layout.sequence_parallel else 0
-    saved = _sum((first, second))
-    if recompute == "full" and experts:  # a router's routing is there twice, but smaller
-        moe = part.local.moe
-        scores = part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0
-        saved += layer_terms(part, layer)[0]["routing"] - part.routed * moe.top_k * (FP32 + MASK) - scores
-    left = saved - sum(second.values()) + split * waiting_terms(part, layer)[1]  # once the MLP's backward is through
-    again = _sum(whole) - saved if recompute == "selective" else 0
+    config, layout, rows, e = part.local, part.run.layout, part.rows, part.e
+    whole, has_experts = layer_terms(part, layer, "none"), config.has_experts(layer)
+    first, second = whole if layout.recompute == "full" or part.run.operators else layer_terms(part, layer)
+    saved, stream = _total(first) + _total(second), part.own_rows * config.d_model * part.r
+    gathered = rows * config.d_model * e if layout.sequence_parallel else 0
+    left = _total(first) + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    again = _total(whole[0]) - _total(first)
     if again and part.run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
-    elif again and part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
-        again += 2 * rows * part.local.num_heads * part.local.head_dim * part.e - first["input of o"]
-    core = left + again - first.get("dropout masks", 0)
-    norm = left + second.get("residual", 0)
-    works = (
-        _expert_work(part, second, split, gathered) if experts else [gathered + _mlp_work(part, part.local.d_ff, split)]
-    )
-    in_mlp = saved
-    if part.run.offload.activations != "device":  # what comes back for one operator: a product's factors
-        in_mlp, norm = second["experts" if experts else "MLP"] // 2, second["residual"]
-        core = first["core"] + first["input of o"]
-    found = [
-        Moment("MLP", (":mlp", False), in_mlp, 0, stream + works[0]),
-        Moment("second norm", (":mlp", True), norm, 0, 2 * stream + part.own_rows * D * _norm_bytes(part)),
-        Moment("attention", (":attention", False), core, 0, stream + _core_work(part)),
-    ]
-    return (*found, *(Moment("experts", (":mlp", True), in_mlp, 0, stream + late) for late in works[1:]))
-
-
-def _mlp_work(part: Part, width: int, split: bool) -> int:
-    """Gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix."""
-    numel, D, e = part.rows * width, part.config.d_model, part.e
-    matrix = 0 if part.run.lora is not None or split else width * D * e
-    return max(((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix)
-
-
-def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple[int, int]:
-    """Gradients of rows, or rows as they go and come when forward runs; and later, when the experts' outputs are free.
-
-    A shared expert runs behind the others: its backward is the first. Folded, it alone gathers tokens.
-    """
-    moe, layout, token, tokens = part.local.moe, part.layout, part.config.d_model * part.e, part.routed
-    rows, shared, entered = tokens * moe.top_k, second.get("moe.shared", 0), 0 if part.layout.folded else gathered
-    works = [(3 * rows + tokens) * token - shared]
-    if layout.recompute == "full" or not split:
-        moved = rows if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep)
-        ways = rows + 3 * moved if layout.ep > 1 else rows
-        others = 3 if part.e < FP32 else 2  # zeros, sums; and the input, unless the router saves it as it is
-        works.append((ways + others * tokens - part.own_rows) * token - shared)
+    in_mlp, in_norm, in_core = saved, left + second.get("residual", 0), left + again - first.get("dropout masks", 0)
+    if part.is_away:  # what comes back for one operator: a product's factors
+        in_mlp, in_norm = second["experts" if has_experts else "MLP"] // 2, second["residual"]
+        in_core = first["core"] + first["input of o"]
+    if has_experts:  # a shared expert runs behind the others, so its backward is through
+        moe, token = config.moe, config.d_model * e
+        tokens, own, shared = part.routed * token, part.own_rows * token, second.get("shared experts", 0)
+        sent, entered = moe.top_k * tokens, 0 if layout.folded else gathered
+        moved = (layout.ep > 1) * (sent if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep))
+        forward = sent + 3 * moved + (2 + (e < FP32)) * tokens - own  # rows as they go and come
         if layout.recompute != "full":  # in the forward pass no gradient has come
-            works[-1] -= part.own_rows * token + entered
-    works = [entered + work for work in works]
-    if moe.num_shared_experts:
-        works.append(gathered + _mlp_work(part, moe.num_shared_experts * moe.d_expert, split))
-    return max(works), entered + (rows + tokens) * token - shared - second["places of rows"]
+            forward -= own + entered + part.split * forward
+        work = entered - shared + max(3 * sent + tokens, forward)
+    else:  # gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix
+        product, tensors = rows * config.d_ff * e, (2 if config.family == "llama" else 1) + part.split
+        matrix = 0 if part.run.lora is not None or part.split else config.d_ff * config.d_model * e
+        work = gathered + max(tensors * product, product + matrix)
+    return [
+        Moment("MLP", (":mlp", False), in_mlp, 0, stream + work),
+        Moment("second norm", (":mlp", True), in_norm, 0, 2 * stream + _norm_work(part)),
+        Moment("attention", (":attention", False), in_core, 0, stream + _core_work(part)),
+    ]
+
+
+def _norm_work(part: Part) -> int:
+    """Four tensors in FP32 that RMSNorm's backward has at once; LayerNorm's is one kernel."""
+    size = 4 * max(FP32, part.r) if part.local.family == "llama" else part.r
+    return part.own_rows * part.local.d_model * size
 
 
 def _core_work(part: Part) -> int:
     """Gradients of q, k, v and of the output; of scores, or of keys and values that go from rank to rank."""
-    c, rows, e, layout = part.local, part.rows, part.e, part.layout
-    N, K, H, W = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
-    queries, pairs, out, wide = rows * N * H, rows * K * (H + W), rows * N * W, max(e, FP32)
+    c, rows, e, layout = part.local, part.rows, part.e, part.run.layout
+    N, H, W = c.num_heads, c.head_dim, c.value_dim
+    queries, pairs, out = rows * N * H * e, rows * c.num_kv_heads * (H + W) * e, rows * N * W * e
     if part.run.attention == "standard":
-        scores = rows * N * (part.run.seq_len // layout.cp)
-        softmax = part.recipe.param_bytes if part.run.device == "cuda" else e
-        return 2 * scores * max(softmax, e) + out * e
-    filled = 3 * rows * N * max(H, W) * e if H != W else 0
+        return 2 * rows * N * part.run.seq_len * max(part.softmax, e) + out
+    filled = rows * N * max(H, W) * e if H != W else 0  # values as long as keys
     if layout.cp == 1:
-        return ((4 * rows * N * max(H, W) if H != W else queries + pairs) + out) * e
+        return (4 * filled or queries + pairs) + out
     if layout.cp_method == "ulysses":
-        return 2 * (queries + pairs + out) * e
-    once = out * e + queries * (wide + e * (wide != e)) + filled
-    if layout.cp_method == "all_gather":
-        return once + pairs * (layout.cp * (e + wide) + wide + e)
-    return once + pairs * (3 * wide + 3 * e)
+        return 2 * (queries + pairs + out)
+    wider = part.fp32 // e  # sums over blocks of keys are in FP32
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 3 * wider + 3
+    return out + queries * (wider + (wider > 1)) + 3 * filled + pairs * blocks
 
 
-def _norm_bytes(part: Part) -> int:
-    return _NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
-
-
-def _end_moments(part: Part, saved: int, end: Terms, logits: int, waiting: int) -> list[Moment]:
+def _end_moments(part: Part, total: int, end: dict[str, int], logits: int) -> list[Moment]:
     """The loss, the head's backward, and the final norm's."""
-    D, V, rows, e, engine = part.config.d_model, part.local.vocab_size, part.rows, part.e, part.engine
-    here = 0 if part.run.offload.activations != "device" else saved + sum(end.values())
-    of_norm = Moment(
-        "final norm",
-        ("end", True),
-        here - end.get("input of the head", 0) + waiting,
-        0,
-        part.own_rows * D * (part.r + _norm_bytes(part)),
-    )
-    if part.config.family == "xlmr":
+    rows, e, engine, D, V = part.rows, part.e, part.engine, part.local.d_model, part.local.vocab_size
+    here = 0 if part.is_away else total
+    left = here - end.get("input of the head", 0)
+    of_norm = Moment("final norm", ("end", True), left, 0, part.own_rows * D * part.r + _norm_work(part))
+    if part.local.family == "xlmr":
         return [of_norm]
-    tp, numel = part.layout.tp > 1, rows * V // part.run.loss_chunks
-    if e == part.fp32:  # no copy in a wider dtype
-        loss = numel * e * (1 if tp else 2)
-    else:
+    numel, tp = rows * V // part.run.loss_chunks, part.run.layout.tp > 1
+    loss = numel * e * (1 if tp else 2)
+    if e < FP32:  # beside a copy in FP32
         loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
-    matrix = 0 if part.run.lora is not None else V * D * e
-    head = rows * D * e + matrix
+    head = rows * D * e + (0 if part.run.lora is not None else V * D * e)
     return [
         Moment("loss", ("", False), here, logits, loss),
         Moment("head", ("head", False), here, 0, numel * e + head),
-        Moment(
-            "head's gradient",
-            ("end", True),
-            here - end.get("input of the head", 0),
-            0,
-            head + matrix // e * FP32 * part.casts,
-        ),
+        Moment("head's gradient", ("end", True), left, 0, head + V * D * FP32 * (e != part.r)),
         of_norm,
     ]
 
@@ -274,79 +214,58 @@ class Gradients:
     at: dict[str, Arrived]
 
 
-class Trained(NamedTuple):
-    """What a rank's gradients depend on: one of many runs that differ in tokens, schedule steps and recomputation."""
+def gradients_of(
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+) -> Gradients:
+    """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
 
-    config: ModelConfig
-    recipe: Recipe
-    lora: LoRA | None
-    cut: Layout
-    zero_stage: int
-    ranks: tuple[int, int]  # over which ZeRO shards all that is not an expert, and experts
-    data_size: int
-    num_stages: int
-
-
-def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
-    """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first."""
-    raw, wire, zero = of.recipe.param_bytes, wire_grad_bytes(of.recipe), of.zero_stage
+    is_tied   whether the head's gradient waits for the embedding's
+    """
+    raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     halves: dict[str, list[Named]] = {}
     for one in reversed(tensors):
-        halves.setdefault(_half_of(one), []).append(one)
+        half = ":attention" if ".attention." in one.name else ":mlp"
+        halves.setdefault(one.unit + half * one.unit.startswith("blocks"), []).append(one)
     order = [one for half in halves.values() for one in sorted(half, key=lambda one: one.kind == "experts")]
     time = {one.name: index for index, one in enumerate(order)}
-    in_flats = [flat for flat in flats if zero or flat.ranks > 1]
-    sent = {one.name for flat in in_flats for one in flat.tensors}
+    left = {one.unit: index for index, one in enumerate(order)}  # when backward has gone through a unit
+    shared = [flat for flat in flats if zero or flat.ranks > 1]
+    groups = [(flat.tensors, wire * flat.padded) for flat in shared]
+    if zero or layout.data_size > 1 or recipe.grad_bytes <= raw:  # else FP32 buffers are there before
+        alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
+        groups += [((one,), raw * one.numel) for one in order if one.name in alone]
     there, at_once, leaving = ([0] * (len(order) + 1) for _ in range(3))
-    groups = [(flat.tensors, wire * flat.padded // (flat.ranks if zero > 1 else 1)) for flat in in_flats]
-    if zero or of.data_size > 1 or of.recipe.grad_bytes <= raw:  # else FP32 buffers are there before
-        groups += [((one,), raw * one.numel) for one in order if one.name not in sent]
-    sent_at = _sent_at(in_flats, order, time, zero) if zero > 1 else ()
+    ends = accumulate((max(time[one.name] for one in flat.tensors) for flat in shared), max)
+    full = [left[flat.unit] for flat in shared] if zero == 3 else [*ends]
+    after = sorted({*full, len(order) - 1})  # when units are full, or buckets, which are sent in one order
+    following = dict(zip(after, [*after[1:], after[-1]], strict=True))
     for index, (group, size) in enumerate(groups):
+        begun, kept = min(time[one.name] for one in group), size
+        if zero > 1:  # a whole buffer, beside its shard of the sum, is free when the next one is full
+            end, kept = full[index], size // shared[index].ranks
+            free = following[end] + 1
+            for when, change in ((begun, size), (end + (zero == 3), kept), (free, -size - kept)):
+                leaving[when] += change
+            begun = free
+        there[begun] += kept
         early = [time[one.name] for one in group if _is_at_once(one.name)]
-        at_once[min(early, default=-1)] += size * bool(early)
-        first = min(time[one.name] for one in group)
-        start, end = sent_at[index] if zero > 1 else (first, first)
-        there[end] += size
-        if zero > 1:  # the whole buffer, and this rank's piece of the sum until both are freed
-            leaving[first] += wire * in_flats[index].padded
-            leaving[start] += size
-            leaving[end] -= wire * in_flats[index].padded + size
+        at_once[min(early, default=-1)] += kept * bool(early)
     there, at_once, leaving = ([*accumulate(sizes)] for sizes in (there, at_once, leaving))
-    apart = _apart(of, raw, wire, tensors, in_flats, time)
-    whole = _whole(flats, raw, apart["tied"]) if zero == 3 else {}
+    embed, copied = next((raw * one.numel for one in tensors if one.name == "embed"), 0), bool(shared)
+    tied = embed * is_tied
+    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor
+    summed = embed * copied + tied * (1 + copied * (layout.tp == 1)) - embed * (zero > 1 and is_tied)
+    whole = _whole(flats, raw, tied) if zero == 3 else {}
     at, begin = {"": Arrived(), "head": Arrived(whole=whole.get("end", 0))}, 0
     for key, half in halves.items():
         last = begin + len(half) - 1
-        others = max(begin, last - sum(one.kind == "experts" for one in half))
-        most = (max(leaving[begin : end + 1]) + apart[key if key == "embed" else "tied"] for end in (others, last))
         pairs = ((sizes[begin], sizes[last]) for sizes in (there, at_once))
+        others = max(begin, last - sum(one.kind == "experts" for one in half))
+        most = (max(leaving[begin : end + 1]) + (summed if key == "embed" else tied) for end in (others, last))
         at[key] = Arrived(*pairs, tuple(most), whole.get(half[0].unit, 0))
         begin = last + 1
     largest = raw * max((one.numel for one in tensors if not _is_at_once(one.name)), default=0)
     return Gradients(there[-1], at_once[-1], largest, at)
-
-
-def _apart(of: Trained, raw: int, wire: int, tensors: Sequence[Named], flats: Sequence[Flat], time: dict) -> dict:
-    """Bytes of gradients that are not in their place yet: the head's, which a tied embedding waits for, and its own.
-
-    Then they are added: in a flat without tp the head's is a view, so the sum is a third tensor.
-    """
-    numel = next((one.numel for one in tensors if one.name == "embed"), 0)
-    flat = next((flat for flat in flats if any(one.name == "embed" for one in flat.tensors)), None)
-    is_tied = of.config.tied and of.num_stages == 1 and of.config.family != "xlmr" and of.lora is None
-    tied = is_tied and not placed_by(of.cut).splits_backward
-    own = raw * numel * (bool(flat) + tied * (1 + (of.cut.tp == 1 and bool(flat))))
-    if of.zero_stage > 1 and flat and time["embed"] == min(time[one.name] for one in flat.tensors):
-        own = max(raw * numel, own - wire * flat.padded)  # the flat comes with it
-    return {"tied": raw * numel * tied, "embed": own}
-
-
-def _half_of(one: Named) -> str:
-    """Of a block attention or what follows it; before and behind the blocks all together."""
-    if not one.unit.startswith("blocks"):
-        return one.unit
-    return one.unit + (":attention" if ".attention." in one.name else ":mlp")
 
 
 def _is_at_once(name: str) -> bool:
@@ -354,29 +273,11 @@ def _is_at_once(name: str) -> bool:
     return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
 
 
-def _sent_at(flats: Sequence[Flat], order: Sequence[Named], time: dict[str, int], zero: int) -> list[tuple[int, int]]:
-    """When each flat is sent, and when its buffer is free: as gradients have come.
-
-    ZeRO-2 sends buckets in one order, and frees one when the next is sent; ZeRO-3 a unit when backward has left it,
-    and frees it a unit later.
-    """
-    end = len(order)
-    if zero == 2:
-        starts = [*accumulate((max(time[one.name] for one in flat.tensors) for flat in flats), max)]
-        return [*zip(starts, (*(start + 1 for start in starts[1:]), end), strict=True)]
-    enters = {one.unit: time[one.name] for one in reversed(order)}
-    after = [*sorted(enters.values()), end, end]
-    index = {unit: after.index(start) for unit, start in enters.items()}
-    return [(after[index[flat.unit] + 1], after[index[flat.unit] + 2]) for flat in flats]
-
-
 def _whole(flats: Sequence[Flat], raw: int, tied: int) -> dict[str, int]:
     """ZeRO-3: bytes of a unit and of the one in front of it, by unit; a tied embedding is whole all the time."""
-    full: dict[str, int] = {}
+    full = Counter()
     for flat in flats:
-        full[flat.unit] = full.get(flat.unit, 0) + flat.padded
-    units = [*full]
-    pairs = {
-        unit: {unit, units[max(0, index - 1)]} | ({"embed"} if tied else set()) for index, unit in enumerate(units)
-    }
-    return {unit: raw * sum(full[one] for one in pair) for unit, pair in pairs.items()}
+        full[flat.unit] += raw * flat.padded
+    neighbours = zip(full, full.values(), [0, *full.values()], strict=False)
+    stays = full["embed"] * bool(tied)
+    return {unit: own + front + stays * (index > 1) for index, (unit, own, front) in enumerate(neighbours)}

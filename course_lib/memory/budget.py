@@ -20,11 +20,19 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
-from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
-from course_lib.memory.peak import Pieces, after_backward, moments, moved_bytes, pieces_of
+from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
+from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of
+from course_lib.memory.peak import after_backward, moments, moved_bytes
 from course_lib.memory.run import Run
-from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
+from course_lib.memory.states import (
+    LoRA,
+    Recipe,
+    StateBytes,
+    has_step_counters,
+    quantized_shapes,
+    recipe_of,
+    state_bytes,
+)
 from course_lib.memory.zero import bytes_by_place, five_d_states
 from course_lib.validate import Index, Size, checked, one_of, whole
 
@@ -101,16 +109,12 @@ def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multip
 
     budget_of   from a size to the budget of one GPU, larger ones larger
     """
-
-    def fit(count: int) -> bool:
-        return fits(budget_of(count * multiple), gpu)
-
     low, high = 0, 1
-    while fit(high):
+    while fits(budget_of(high * multiple), gpu):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
+        low, high = (middle, high) if fits(budget_of(middle * multiple), gpu) else (low, middle)
     return low * multiple
 
 
@@ -120,21 +124,26 @@ def budgets(run: Run, tp_rank: int = 0, load: float = 1.0, engine: str = "course
 
     load     rows that reach this rank's experts, over a fair share
     engine   a name of `engines.ENGINES`
-    Raises   ValueError if the model does not read so many tokens, load is impossible, or the engine cannot do the run
     """
     return tuple(budget_of_rank(run, pp_rank, tp_rank, load, engine) for pp_rank in range(run.layout.pp))
 
 
 @lru_cache(maxsize=4096)
 def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, engine: str = "course") -> Budget:
-    """Predict the memory of one rank of the pipeline; arguments as `budgets` has them."""
-    _check_seq_len(run.config, run.seq_len)
+    """Predict the memory of one rank of the pipeline; arguments as `budgets` has them.
+
+    Raises   ValueError if the model does not read so many tokens, load is impossible, or the engine cannot do the run
+    """
+    config, most = run.config, run.layout.ep
+    if run.seq_len > config.max_seq_len:
+        what = f"{config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
+        raise ValueError(f"seq_len is {run.seq_len}, but {what}")
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     one_of("engine", engine, tuple(ENGINES))
     if ENGINES[engine].log_first:
         raise ValueError(f"{engine}'s memory is its log's, of the first stage alone: ask estimate.estimate for it")
-    if not 0 <= load <= run.layout.ep:
-        raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
+    if not 0 <= load <= most:
+        raise ValueError(f"load is {load}; required: 0 to ep ({most}), where all rows reach this rank")
     return _budget_of_rank(_under(run, ENGINES[engine]), pp_rank, tp_rank, load, ENGINES[engine])
 
 
@@ -144,14 +153,12 @@ def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "
     One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
     experts, the last has the logits.
     """
-    last, fullest = run.layout.pp - 1, None
+    last, found = run.layout.pp - 1, []
     for rank in dict.fromkeys((0, last, min(1, last))):
-        budget = budget_of_rank(run, rank, engine=engine)
-        if fullest is None or budget.total_bytes > fullest.total_bytes:
-            fullest = budget
-        if budget.total_bytes > usable_bytes:
+        found.append(budget_of_rank(run, rank, engine=engine))
+        if found[-1].total_bytes > usable_bytes:
             break
-    return fullest
+    return max(found, key=lambda budget: budget.total_bytes)
 
 
 @checked
@@ -174,15 +181,7 @@ def budget(
 def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     """Predict what one micro-batch leaves on one stage for its backward pass, term by term (activations.py)."""
     whole("stage", stage, 0, run.layout.num_stages - 1)
-    return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
-
-
-def _check_seq_len(config: ModelConfig, seq_len: Size) -> None:
-    """Raises ValueError if the model cannot read that many tokens."""
-    if seq_len > config.max_seq_len:
-        raise ValueError(
-            f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
-        )
+    return stage_of(part_of(run, tp_rank), stage)
 
 
 def overheads_of(run: Run) -> dict[str, int]:
@@ -191,8 +190,7 @@ def overheads_of(run: Run) -> dict[str, int]:
         return {}
     layout = run.layout
     groups = sum(size > 1 for size in (layout.data_size, layout.tp, layout.cp, layout.pp, layout.ep))
-    nccl = {"NCCL's buffers": groups * NCCL_CHANNELS * NCCL_CHANNEL_BYTES} if groups else {}
-    return _ASSUMED_OVERHEADS | nccl
+    return _ASSUMED_OVERHEADS | ({"NCCL's buffers": groups * NCCL_CHANNELS * NCCL_CHANNEL_BYTES} if groups else {})
 
 
 @checked
@@ -210,31 +208,28 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 
 
 def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
-    part = part_of(run, tp_rank, load, engine)
-    gradients, pieces = _trained(_trained_of(run), pp_rank, tp_rank)
-    split = placed_by(run.layout).splits_backward
-    stages = {stage: (stage_of(part, stage, split), of_stage) for stage, of_stage in gradients.items()}
+    part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
+    gradients, sizes = _trained(run.config, recipe, run.lora, _with_any_micro_batches(layout), pp_rank, tp_rank)
+    stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, offload = states_of(run, pp_rank, tp_rank), run.offload
-    held = sum(gradients.held for _, gradients in stages.values())
-    always = _always(part, tensors_of(run.config, run.layout, pp_rank, tp_rank))
+    held = sum(one.held for one in gradients.values())
+    always = _always(part, tensors_of(run.config, layout, pp_rank, tp_rank))
     largest, peak, moment = Counter(), Counter(), ""
-    steps = moments(run.layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)
-    updates = ((name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, pieces))
+    steps = moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)
+    updates = ((name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, sizes))
     for name, change in chain(steps, updates):
         now = always + Counter(change)
-        now["saved"] = now["activations"] + now["logits"]
-        largest |= now
-        if now.total() - now["saved"] > peak.total() - peak["saved"]:
+        largest |= now | Counter(saved=now["activations"] + now["logits"])
+        if now.total() > peak.total():
             peak, moment = now, name
-    alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
     peak["parameters"] = states.parameters if offload.parameters == "device" else 0
     peak["optimizer"] = states.optimizer if offload.optimizer == "device" else 0
-    if alone and part.recipe.grad_bytes > part.recipe.param_bytes:  # FP32 gradients are there all the time
-        peak["gradients"] += states.gradients
+    if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
+        peak["gradients"] += states.gradients  # FP32 gradients are there all the time
     at_peak = {kind: peak[kind] for kind in KINDS}
-    places = bytes_by_place(states, offload)
-    if offload.activations != "device":
-        places[offload.activations] += moved_bytes(run.layout, pp_rank, stages)
+    places = Counter(bytes_by_place(states, offload))
+    places[offload.activations] += moved_bytes(layout, pp_rank, stages)
+    reserve = round((engine.reserved_share - 1) * sum(at_peak.values()))
     return Budget(
         parameters=peak["parameters"],
         gradients=states.gradients,
@@ -242,29 +237,30 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
         **{kind: largest[kind] for kind in ("activations", "logits", "temporary", "gathered", "saved")},
         at_peak=at_peak,
         moment=moment,
-        overheads=overheads_of(run) | _reserve(engine, sum(at_peak.values())),
+        overheads=overheads_of(run) | ({"allocator's reserve": reserve} if reserve else {}),
         elsewhere={place: size for place, size in places.items() if place != "device" and size},
     )
 
 
-def _trained_of(run: Run) -> Trained:
-    layout, recipe = run.layout, recipe_of(run.recipe)
-    ranks = layout.shard_size, layout.expert_shard_size
-    cut = cut_of(layout)
-    return Trained(run.config, recipe, run.lora, cut, layout.zero_stage, ranks, layout.data_size, layout.num_stages)
+@lru_cache(maxsize=4096)
+def _with_any_micro_batches(layout: Layout) -> Layout:
+    """One of many layouts whose gradients are the same: they differ in schedule steps and recomputation."""
+    return replace(layout, micro_batch=1, micro_batches=2 * layout.pp, recompute="none", regather=False)
 
 
 @lru_cache(maxsize=2048)
-def _trained(of: Trained, pp_rank: int, tp_rank: int) -> tuple[dict[int, Gradients], Pieces]:
+def _trained(
+    config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int
+) -> tuple[dict[int, Gradients], list[int]]:
     """The gradients of each stage of a rank, and what it updates."""
-    itemsize = of.recipe.param_bytes
-    trained = adapters_of(of.config, of.cut, of.lora) if of.lora else tensors_of(of.config, of.cut, pp_rank, tp_rank)
-    flats = flats_of_ranks(of.config, of.cut, pp_rank, tp_rank, itemsize, of.lora, of.zero_stage == 3, of.ranks)
-    found = {}
-    for stage in placed_by(of.cut).stages_of_rank(pp_rank):
+    trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
+    flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
+    is_tied = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
+    is_tied, found = is_tied and not placed_by(layout).splits_backward, {}
+    for stage in placed_by(layout).stages_of_rank(pp_rank):
         own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
-        found[stage] = gradients_of(of, *own)
-    return found, pieces_of(of.zero_stage, trained, flats)
+        found[stage] = gradients_of(layout, recipe, *own, is_tied)
+    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
 
 
 # ---- what another engine has besides
@@ -275,42 +271,26 @@ def _under(run: Run, engine: EngineFacts) -> Run:
 
     Raises   ValueError for what the engine does not have
     """
-    layout, changes = run.layout, {}
+    layout = run.layout
     if run.loss_chunks > 1 and not engine.chunked_loss:
         able = ", ".join(name for name, one in ENGINES.items() if one.chunked_loss)
         raise ValueError(f"loss_chunks is {run.loss_chunks}, but {engine.name} has no loss in chunks; {able} have")
-    if engine.name == "course":
-        return run
-    if layout.data_size == 1 and run.offload.parameters == "device":
-        changes["zero_stage"] = 0  # there is nobody to shard over
-    elif engine.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0:
+    if engine.name != "course" and layout.data_size == 1 and run.offload.parameters == "device":
+        return replace(run, layout=replace(layout, zero_stage=0))  # there is nobody to shard over
+    if engine.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0:
         summed = "bf16-master-fp32-grads" if run.recipe == "bf16-master" else run.recipe
         return replace(run, layout=replace(layout, zero_stage=1), recipe=summed)
-    return replace(run, layout=replace(layout, **changes)) if changes else run
+    return run
 
 
 def _always(part: Part, tensors: Sequence[Named]) -> Counter:
     """What an engine holds all through a step, of which the course's has nothing."""
-    if part.engine.name == "course":
-        return Counter()
-    engine, layout, found = part.engine, part.layout, Counter()
-    numel = sum(one.numel for one in tensors)
+    engine, run, layout, found = part.engine, part.run, part.run.layout, Counter()
     if engine.root_gathered and layout.zero_stage == 3:
         ends = sum(one.numel for one in tensors if one.name in ("embed", "head"))
-        found["gathered"] = part.recipe.param_bytes * ends
+        found["gathered"] = recipe_of(run.recipe).param_bytes * ends
     if engine.message_buffers and layout.pp > 1:
-        found["temporary"] += 2 * layout.micro_batches * part.own_rows * part.config.d_model * part.e
-    if layout.tp > 1:
-        found["temporary"] += engine.whole_sequences * part.rows * part.config.d_model * part.e
-    found["temporary"] += engine.backward_grad_bytes * numel
-    if layout.zero_stage == 0 and layout.data_size > 1:
-        found["temporary"] += engine.bucket_bytes * numel
-    if part.run.lora is not None and part.run.lora.four_bits:
-        found["temporary"] += part.e * max(prod(shape) for shape, _ in quantized_shapes(part.config).values())
+        found["temporary"] = 2 * layout.micro_batches * part.own_rows * run.config.d_model * part.e
+    if run.lora is not None and run.lora.four_bits and engine.name != "course":  # a matrix, dequantized
+        found["temporary"] = part.e * max(prod(shape) for shape, _ in quantized_shapes(run.config).values())
     return found
-
-
-def _reserve(engine: EngineFacts, peak_bytes: int) -> dict[str, int]:
-    """What the allocator takes beside tensors, where that is known of an engine."""
-    size = round((engine.reserved_share - 1) * peak_bytes) + engine.unfilled_bytes
-    return {"allocator's reserve": size} if size else {}

@@ -1,7 +1,6 @@
 """Which parameter tensors a rank holds: stage by stage, unit by unit, and laid end to end in flats.
 
-stage     consecutive layers; the first stage has the embedding as well, the last the final norm and the head. Of
-          8B's 8 billion parameters embedding and head are 0.5 each, as much as 2.4 layers
+stage     consecutive layers; the first stage has the embedding as well, the last the final norm and the head
 unit      what comes before the blocks, each block, what comes after them: what ZeRO-3 gathers at once
 kind      whose gradients are summed over the same ranks
 flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a unit's; padded for equal shards
@@ -9,9 +8,9 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -23,17 +22,12 @@ from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 
 BUCKET_BYTES = 25 * 2**20
-
-
-# ---- stages and units
+schedule_of = lru_cache(maxsize=256)(make)
 
 
 def placed_by(layout: Layout) -> Schedule:
     """The layout's pipeline with few micro-batches: for what asks where a stage is; without one it has one rank."""
     return schedule_of(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
-
-
-schedule_of = lru_cache(maxsize=256)(make)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -43,9 +37,55 @@ def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
     return layers
 
 
-def _unit_shapes(
-    config: ModelConfig, layout: Layout, stage: int, tp_rank: int = 0, tied_copy: bool = True
-) -> dict[str, Shapes]:
+# ---- tensors
+
+
+@dataclass(frozen=True)
+class Named:
+    """One parameter tensor of a rank."""
+
+    name: str
+    numel: int
+    kind: str  # "matrices", "norms", "head_norms", "kv", "tied", "experts"
+    unit: str
+    stage: int
+
+
+def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
+    """List all parameter tensors of a rank, in the model's order."""
+    return _tensors_of(config, _cut_of(layout), pp_rank, tp_rank)
+
+
+def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named, ...]:
+    """List all adapters of an undivided model, in its order; beside frozen weights they alone are trained."""
+    return _tensors_of(config, _cut_of(layout), 0, 0, lora)
+
+
+@lru_cache(maxsize=4096)
+def _cut_of(layout: Layout) -> Layout:
+    """What tensors depend on: one of many layouts that differ in ZeRO, dp, cp, micro-batches and recomputation."""
+    cut = replace(layout, zero_stage=0, dp_replicate=1, micro_batch=1, micro_batches=2 * layout.pp, recompute="none")
+    if layout.folded:
+        return replace(cut, dp=layout.ep, cp=1, expert_tp=1)
+    return replace(cut, dp=layout.ep, cp=1, sequence_parallel=False, regather=False)
+
+
+@lru_cache(maxsize=1024)
+def _tensors_of(
+    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None = None
+) -> tuple[Named, ...]:
+    mine, found, named = placed_by(layout).stages_of_rank(pp_rank), [], {}
+    for stage in mine:
+        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
+            if id(shapes) not in named:  # names, elements and kinds, the same for equal layers
+                trained = adapter_shapes(shapes, lora) if lora else shapes
+                named[id(shapes)] = shapes, _in_model_order(trained, config, layout)
+            prefix = f"{unit}." * unit.startswith("blocks")
+            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in named[id(shapes)][1]]
+    return tuple(found)
+
+
+def _unit_shapes(config: ModelConfig, layout: Layout, stage: int, tp_rank: int, tied_copy: bool) -> dict[str, Shapes]:
     """The tensors that one rank has of a stage: those before the blocks, those of each block, those behind them.
 
     tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
@@ -65,84 +105,21 @@ def _unit_shapes(
     return units
 
 
-@dataclass(frozen=True)
-class Named:
-    """One parameter tensor of a rank."""
-
-    name: str
-    numel: int
-    kind: str  # "matrices", "norms", "head_norms", "kv", "tied", "experts"
-    unit: str
-    stage: int
-
-
-def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
-    """List all parameter tensors of a rank, in the model's order."""
-    return _tensors_of(config, cut_of(layout), pp_rank, tp_rank)
-
-
-@lru_cache(maxsize=4096)
-def cut_of(layout: Layout) -> Layout:
-    """What tensors depend on: one of many layouts that differ in ZeRO, dp, cp, micro-batches and recomputation."""
-    return Layout(
-        dp=layout.ep,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        expert_tp=1 if layout.folded else None,
-        sequence_parallel=layout.folded,
-        schedule=layout.schedule,
-        v=layout.v,
-        micro_batches=2 * layout.pp,
-        layers_of_stage=layout.layers_of_stage,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _tensors_of(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int) -> tuple[Named, ...]:
-    mine, found = placed_by(layout).stages_of_rank(pp_rank), []
-    named = {}  # of shapes: names, elements and kinds, the same for equal layers
-    for stage in mine:
-        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
-            prefix = f"{unit}." if unit.startswith("blocks") else ""
-            if id(shapes) not in named:
-                named[id(shapes)] = shapes, [*_named(shapes, config, layout)]
-            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in named[id(shapes)][1]]
-    return tuple(found)
-
-
-def _named(shapes: Shapes, config: ModelConfig, layout: Layout) -> Iterator[tuple[str, int, str]]:
-    for name, numel in _in_model_order(shapes):
-        table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
-        yield name, numel, kind_of(table_name, config, layout)
-
-
-@lru_cache(maxsize=256)
-def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named, ...]:
-    """List all adapters of an undivided model, in its order; beside frozen weights they alone are trained."""
-    found = []
-    for unit, shapes in _unit_shapes(config, layout, 0).items():
-        for name, numel in _in_model_order(adapter_shapes(shapes, lora)):
-            if name.startswith("moe.experts."):  # of the expert behind: gate.lora_a.3 is gate.3's
-                name = "{0}.{2}.{1}".format(*name.rsplit(".", 2))
-            found.append(Named(f"{unit}.{name}" if unit.startswith("blocks") else name, numel, "matrices", unit, 0))
-    return tuple(found)
-
-
-def _in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
-    """(name, elements) of each tensor, one expert after the other."""
-    experts = {name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")}
-    found = []
+def _in_model_order(shapes: Shapes, config: ModelConfig, layout: Layout) -> list[tuple[str, int, str]]:
+    """(name, elements, kind) of each tensor, one expert after the other: gate.3, of adapters gate.3.lora_a."""
+    experts, found = [name for name in shapes if name.startswith("moe.experts.")], []
     for name, (shape, copies) in shapes.items():
         if name not in experts:
-            found.append((name, prod(shape)))
-        elif name == next(iter(experts)):
-            found += [(f"{each}.{i}", prod(of[0])) for i in range(copies) for each, of in experts.items()]
+            found.append((name, prod(shape), kind_of(name, config, layout)))
+        for i in range(copies if name in experts[:1] else 0):
+            for each in experts:
+                matrix, dot, adapter = each.removeprefix("moe.experts.").partition(".")
+                found.append((f"moe.experts.{matrix}.{i}{dot}{adapter}", prod(shapes[each][0]), "experts"))
     return found
 
 
 def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
-    """Of which kind a tensor of `_unit_shapes` is, as parallel/sums.py has it.
+    """Of which kind a tensor of a rank is, as parallel/sums.py has it.
 
     norms        whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
     head_norms   whole as well, but used for the rank's own heads: QK-norm
@@ -176,36 +153,20 @@ def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Flat:
-    """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks."""
+    """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks.
+
+    unit            of its first tensor; with ZeRO-3 of all
+    numel, padded   elements, without and with the zeros that make equal shards of it
+    """
 
     tensors: tuple[Named, ...]
     ranks: int
-
-    @property
-    def stage(self) -> int:
-        return self.tensors[0].stage
-
-    @property
-    def kind(self) -> str:
-        return self.tensors[0].kind
-
-    @property
-    def unit(self) -> str:
-        """The unit of its first tensor; with ZeRO-3 of all."""
-        return self.tensors[0].unit
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(one.numel for one in self.tensors)
-
-    @cached_property
-    def numel(self) -> int:
-        return sum(self.sizes)
-
-    @cached_property
-    def padded(self) -> int:
-        """With the zeros that make equal shards of it."""
-        return padded(self.numel, self.ranks)
+    stage: int
+    kind: str
+    unit: str
+    sizes: tuple[int, ...]
+    numel: int
+    padded: int
 
 
 def padded(numel: int, ranks: int) -> int:
@@ -213,41 +174,34 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // ranks) * ranks
 
 
+@lru_cache(maxsize=1024)
 def flats_of(
-    config: ModelConfig,
-    layout: Layout,
-    pp_rank: int = 0,
-    tp_rank: int = 0,
-    itemsize: int = 2,
-    lora: LoRA | None = None,
+    config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2, lora: LoRA | None = None
 ) -> tuple[Flat, ...]:
     """What is summed over data, and sharded by ZeRO, on a rank, stage by stage: buckets, and with ZeRO-3 units.
 
     itemsize   bytes of a parameter: a bucket closes once it has its size
     lora       adapters, which then are all that is summed
     """
-    ranks = layout.shard_size, layout.expert_shard_size
-    return flats_of_ranks(config, cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3, ranks)
-
-
-@lru_cache(maxsize=1024)
-def flats_of_ranks(config: ModelConfig, layout: Layout, pp_rank: int, *others) -> tuple[Flat, ...]:
-    """The flats of a cut, as `flats_of` has them: tp's rank, itemsize, adapters, whether units, over which ranks."""
-    *others, ranks = others
-    groups = _groups_of(config, layout, pp_rank, *others)
-    return tuple(Flat(tensors, ranks[tensors[0].kind == "experts"]) for tensors in groups)
+    groups = _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
+    of_experts, of_others, flats = layout.expert_shard_size, layout.shard_size, []
+    for group, sizes, numel in groups:
+        first, ranks = group[0], of_experts if group[0].kind == "experts" else of_others
+        flats.append(Flat(group, ranks, first.stage, first.kind, first.unit, sizes, numel, padded(numel, ranks)))
+    return tuple(flats)
 
 
 @lru_cache(maxsize=1024)
 def _groups_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None, in_units: bool
-) -> list[tuple[Named, ...]]:
-    trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
-    groups = []
+) -> list[tuple[tuple[Named, ...], tuple[int, ...], int]]:
+    """Of each flat of a rank its tensors, the elements of each, and of all."""
+    trained, groups = _tensors_of(config, layout, pp_rank, tp_rank, lora), []
     for stage in placed_by(layout).stages_of_rank(pp_rank):
         mine = [one for one in trained if one.stage == stage]
         groups += units_of(mine) if in_units else buckets_of(mine, itemsize)
-    return [tuple(group) for group in groups]
+    sizes = [tuple(one.numel for one in group) for group in groups]
+    return [(tuple(group), own, sum(own)) for group, own in zip(groups, sizes, strict=True)]
 
 
 def units_of(tensors: Sequence[Named]) -> list[list[Named]]:

@@ -36,9 +36,7 @@ def korthikanti_layer_bytes(
     """Predict the activation bytes of one layer: s b h (34 + 5 a s / h), and its parallel and recomputed forms.
 
     recompute   "none"; "selective": the attention core runs again, which drops 5 a s / h (FlashAttention drops the
-                same: one saving, not two); "full": the layer's input alone is kept, 2 s b h for any tp, as table 2
-                has it; where sequence parallelism shards that input too, 2 s b h / t is kept
-                (as activations.py has it)
+                same: one saving, not two); "full": the layer's input alone, 2 s b h for any tp, as table 2 has it
     Bytes       tp divides 24 of the 34 and the scores; sequence parallelism the remaining 10 (LayerNorms, dropout)
     Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
     """
@@ -53,11 +51,7 @@ def korthikanti_layer_bytes(
 
 @checked
 def korthikanti_bytes(
-    config: ModelConfig,
-    batch_size: Size,
-    seq_len: Size,
-    recompute: Recompute = "none",
-    working_set: bool = False,
+    config: ModelConfig, batch_size: Size, seq_len: Size, recompute: Recompute = "none", working_set: bool = False
 ) -> float:
     """Predict the activation bytes of all layers and the embedding's dropout mask (s b h), as the playbook draws them.
 
@@ -82,14 +76,12 @@ def korthikanti_output_bytes(config: ModelConfig, batch_size: Size, seq_len: Siz
 def megatron_activation_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> float:
     """Predict activations as Megatron-Core's estimator does on one GPU, with the scores recomputed: any MLP width.
 
-    Bytes    s b h (18 + 4 d_ff / h) a layer, 8 s b token ids and targets, s b h embedding dropout,
-             4 s b h (1 + v / h) output
+    Bytes    s b h (18 + 4 d_ff / h) a layer, 8 s b ids and targets, s b h embedding dropout, 4 s b h (1 + v / h) output
     Source   NVIDIA/Megatron-LM, megatron/training/theoretical_memory_usage.py
     """
     require_dense(config, "megatron_activation_bytes")
-    sb, h = seq_len * batch_size, config.d_model
-    layers = config.num_layers * sb * (18 * h + 4 * config.d_ff)
-    return layers + 8 * sb + sb * h + korthikanti_output_bytes(config, batch_size, seq_len)
+    layers, h = config.num_layers * (18 * config.d_model + 4 * config.d_ff), config.d_model
+    return seq_len * batch_size * (layers + 8 + h) + korthikanti_output_bytes(config, batch_size, seq_len)
 
 
 @checked

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part
 from course_lib.memory.backward import Arrived, Gradients, Stage
-from course_lib.memory.flats import Flat, Named, different_terms_over_tp, schedule_of
+from course_lib.memory.flats import schedule_of
+from course_lib.memory.states import recipe_of
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 _STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
@@ -123,57 +124,19 @@ def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
 # ---- the update
 
 
-class Pieces(NamedTuple):
-    """What a rank updates, in elements: its trained tensors, or its shards of flats.
+def after_backward(part: Part, sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of each moment besides states: norms for clipping, AdamW's work space.
 
-    one_by_one   the most that AdamW's loop has at once: a tensor twice, and the root of the one before it
+    sizes   elements of the rank's trained tensors, or of its shards of flats
     """
-
-    of_kind: dict[str, int]
-    largest: int
-    one_by_one: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.of_kind.values())
-
-
-def pieces_of(zero_stage: int, tensors: Sequence[Named], flats: Sequence[Flat]) -> Pieces:
-    """The pieces of a rank."""
-    pieces = [(one.kind, one.numel) for one in tensors]
-    if zero_stage:
-        pieces = [(flat.kind, flat.padded // flat.ranks) for flat in flats]
-    of_kind = Counter()
-    for kind, size in pieces:
-        of_kind[kind] += size
-    sizes = [0, *(size for _, size in pieces)]
-    return Pieces(of_kind, max(sizes), max((before + 2 * size for before, size in pairwise(sizes)), default=0))
-
-
-def after_backward(part: Part, pieces: Pieces) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of each moment besides states: of all gradients of some kinds, or a tensor at a time."""
-    layout, recipe, of_kind = part.layout, part.recipe, pieces.of_kind
-    e = recipe.grad_bytes if recipe.grad_bytes != 6 else FP32
-    for kinds in (different_terms_over_tp(layout), ("kv",), ("tied",)):
-        if summed := [kind for kind in kinds if kind in of_kind]:
-            yield f"sum of gradients: {', '.join(summed)}", e * sum(of_kind[kind] for kind in summed)
-    if layout.dp_replicate > 1:  # shards' gradients, of experts and of all others, over the replicas
-        experts = of_kind.get("experts", 0)
-        yield "sum over replicas", e * max(experts, pieces.total - experts)
-    copies = (e < FP32) + (layout.world_size > 1)  # in FP32, and squares; one process asks torch for its norms
-    if copies:
-        yield "clipping", FP32 * pieces.largest * copies
-    yield "update", _update_bytes(part, pieces)
-
-
-def _update_bytes(part: Part, pieces: Pieces) -> int:
-    """AdamW's work space: an FP32 root of its largest tensor, and what it is made from in FP32."""
-    run, recipe = part.run, part.recipe
+    run, recipe, largest = part.run, recipe_of(part.run.recipe), max(sizes, default=0)
+    # in FP32, and squares; one process asks torch for its norms
+    yield "clipping", FP32 * largest * ((recipe.grad_bytes < FP32) + (run.layout.world_size > 1))
     if run.optimizer != "adamw" or run.offload.optimizer != "device":
-        return 0
-    if part.engine.update_bytes is not None:
-        return part.engine.update_bytes * pieces.total
-    if part.layout.zero_stage or recipe.master_bytes:  # the course's own, a tensor at a time
-        return FP32 * pieces.largest * (2 if recipe.grad_bytes < FP32 else 1)
-    sizes = {"fused": 0, "foreach": pieces.total, "for-loop": pieces.one_by_one}
-    return recipe.param_bytes * sizes[run.implementation]
+        yield "update", 0
+    elif run.layout.zero_stage or recipe.master_bytes:  # the course's own: FP32 roots, and what they are made from
+        yield "update", FP32 * largest * (2 if recipe.grad_bytes < FP32 else 1)
+    else:  # torch's: of a loop a tensor twice, and the root of the one before it
+        one_by_one = max((before + 2 * size for before, size in pairwise((0, *sizes))), default=0)
+        of_how = {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}
+        yield "update", recipe.param_bytes * of_how[run.implementation]

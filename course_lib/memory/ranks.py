@@ -1,10 +1,9 @@
 """What a rank runs: a narrower model over tp, fewer tokens over cp.
 
-A rank of tensor parallelism runs a narrower model: query heads N / t, key/value heads K / t (at least one), MLP and
-experts F / t, vocabulary V / t; the width D of the residual stream stays, and with it norms, routers and the biases of
-row-parallel matrices. So every formula of this folder works on `narrow(config, tp)` as it is. Folded experts are
-whole. Sequence parallelism splits tokens only where tensor parallelism computes nothing; context parallelism splits
-them everywhere, and so never the parameters. What a rank holds, of what one GPU alone would hold:
+A rank of tensor parallelism runs a narrower model: heads N / t and K / t (at least one), MLP and experts F / t,
+vocabulary V / t; the width D of the residual stream stays, and with it norms, routers and the biases of row-parallel
+matrices. So every formula of this folder works on `narrow(config, tp)` as it is. Sequence parallelism splits tokens
+only where tensor parallelism computes nothing, context parallelism everywhere. A rank holds, of what one GPU would:
 
                                      TP       TP + SP   and gathered again   CP
     residual stream, norms, dropout  1        1 / t     1 / t                1 / c
@@ -61,10 +60,7 @@ def is_replicated(name: str) -> bool:
 
 
 def tokens_of_rank(seq_len: int, cp: int, sequence_sharding: str = "contiguous") -> int:
-    """Tokens of one sequence that a rank has: S / cp.
-
-    Raises   ValueError as `sequence_sharding.check_context`
-    """
+    """Tokens of one sequence that a rank has, S / cp; ValueError as `sequence_sharding.check_context`."""
     check_context(seq_len, cp, sequence_sharding)
     return seq_len // cp
 
@@ -75,13 +71,9 @@ def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
-    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W).
-
-    Of grouped queries the K heads travel.
-    """
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W)."""
     local = narrow(config, tp)
-    numbers = local.num_kv_heads * (local.head_dim + local.value_dim)
-    return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
+    return batch_size * tokens_of_rank(seq_len, cp) * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
 
 
 def boundary_bytes(

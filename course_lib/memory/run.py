@@ -17,8 +17,6 @@ from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_sha
 from course_lib.memory.zero import Offload
 from course_lib.validate import Size, check_fields
 
-_PARALLEL = ("cp", "tp", "pp", "ep")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -59,23 +57,26 @@ class Run:
     def __post_init__(self):
         check_fields(self)
         _check_layout(self)
-        if self.layout.cp > 1 and self.attention != "fused":
-            raise ValueError(
-                f"attention is {self.attention!r}, but cp is {self.layout.cp}: blocks that arrive one by one are "
-                "merged, no score matrix is kept; choose fused"
-            )
-        _check_optimizer(self)
+        layout, zero, place, how = self.layout, self.layout.zero_stage, self.offload.parameters, self.layout.recompute
         if self.lora is not None:
-            _check_lora(self)
+            lora_shapes(self.config, self.lora)
+            _check_undivided(self, "the engines do not cut adapters")
         if self.operators:
             require_dense(self.config, "recomputation of operators")
-            if self.layout.recompute != "none":
-                raise ValueError(f"operators are recomputed, and recompute is {self.layout.recompute!r}; choose none")
-        if self.offload.parameters != "device" and self.layout.zero_stage != 3:
-            raise ValueError(
-                f"offload.parameters is {self.offload.parameters!r}, but zero_stage is {self.layout.zero_stage}; "
-                "choose zero_stage 3"
-            )
+        refused = {
+            f"attention is {self.attention!r}, but cp is {layout.cp}: blocks that arrive one by one are merged, no "
+            "score matrix is kept; choose fused": layout.cp > 1 and self.attention != "fused",
+            f"optimizer 'adafactor' keeps sums of a matrix's rows and columns, which the flat shards of zero ({zero}) "
+            f"cut apart; choose zero_stage 0, or another of {', '.join(OPTIMIZERS)}": self.optimizer == "adafactor"
+            and zero,
+            f"the engines do not shard adapters, but zero_stage is {zero}; choose zero_stage 0": self.lora and zero,
+            f"operators are recomputed, and recompute is {how!r}; choose none": self.operators and how != "none",
+            f"offload.parameters is {place!r}, but zero_stage is {zero}; choose zero_stage 3": place != "device"
+            and zero != 3,
+        }
+        for why, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(why)
 
     @property
     def implementation(self) -> str:
@@ -85,35 +86,15 @@ class Run:
 
 def _check_layout(run: Run) -> None:
     """An encoder has a budget, but no engine cuts it: then only its data can be divided."""
-    if run.config.family != "xlmr":
-        run.layout.check_model(run.config, run.seq_len)
-        return
-    _check_undivided(run, f"{run.config.name} is of the xlmr family, which no engine cuts")
-    if run.seq_len > run.config.max_seq_len:
-        raise ValueError(
-            f"seq_len ({run.seq_len}) exceeds the positions of {run.config.name}; choose at most "
-            f"{run.config.max_seq_len}"
-        )
-
-
-def _check_optimizer(run: Run) -> None:
-    if run.optimizer == "adafactor" and run.layout.zero_stage:
-        raise ValueError(
-            f"optimizer 'adafactor' keeps sums of a matrix's rows and columns, which the flat shards of zero "
-            f"({run.layout.zero_stage}) cut apart; choose zero_stage 0, or another of {', '.join(OPTIMIZERS)}"
-        )
-
-
-def _check_lora(run: Run) -> None:
-    lora_shapes(run.config, run.lora)
-    _check_undivided(run, "the engines do not cut adapters")
-    if run.layout.zero_stage:
-        raise ValueError(
-            f"the engines do not shard adapters, but zero_stage is {run.layout.zero_stage}; choose zero_stage 0"
-        )
+    config = run.config
+    if config.family != "xlmr":
+        return run.layout.check_model(config, run.seq_len)
+    _check_undivided(run, f"{config.name} is of the xlmr family, which no engine cuts")
+    if run.seq_len > (most := config.max_seq_len):
+        raise ValueError(f"seq_len ({run.seq_len}) exceeds the positions of {config.name}; choose at most {most}")
 
 
 def _check_undivided(run: Run, why: str) -> None:
-    for axis in _PARALLEL:
-        if getattr(run.layout, axis) > 1:
-            raise ValueError(f"{why}, but {axis} is {getattr(run.layout, axis)}; choose {axis} 1")
+    for axis in ("cp", "tp", "pp", "ep"):
+        if (size := getattr(run.layout, axis)) > 1:
+            raise ValueError(f"{why}, but {axis} is {size}; choose {axis} 1")

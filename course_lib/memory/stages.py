@@ -1,9 +1,8 @@
 """A model cut into pipeline stages: how many layers each has, and which parameters.
 
-A stage is a run of consecutive layers; the first has the embedding as well, the last the final norm and the head. Equal
-numbers of layers are therefore not equal stages: of 8B's 8 billion parameters embedding and head are 0.5 each, as much
-as 2.4 layers. Parameters are divided by stage, activations hardly: rank 0 of 1F1B has started pp micro-batches before
-the first comes back, each in L / pp layers.
+Equal numbers of layers are not equal stages: of 8B's 8 billion parameters embedding and head are 0.5 each, as much as
+2.4 layers. Parameters are divided by stage, activations hardly: rank 0 of 1F1B has started pp micro-batches before the
+first comes back, each in L / pp layers.
 
     schedule                    rank i keeps, in micro-batches of its own layers     rank 0, in layers of the model
     naive                       1                                                    L / pp
@@ -17,6 +16,7 @@ Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2; Korthikanti et a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 from course_lib.config import ModelConfig
@@ -31,9 +31,9 @@ from course_lib.validate import Size, checked
 
 @checked
 def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
-    """Count the parameters of each stage. Together they are the model's, and a tied embedding's copy.
+    """Count the parameters of each stage; ValueError unless `layers` are those of the model.
 
-    Raises   ValueError unless `layers` are those of the model
+    Together they are the model's, and a tied embedding's copy.
     """
     check_layers(config, layers)
     layout = Layout(pp=len(layers), layers_of_stage=tuple(layers))
@@ -67,11 +67,5 @@ def balanced_layers(
 
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
-    peaks = []
-    for row in schedule.instructions:
-        live = most = 0
-        for step in row:  # F saves, B or I frees, W has nothing of these
-            live += {"F": 1, "B": -1, "I": -1, "W": 0}[step.op] * layers[step.stage]
-            most = max(most, live)
-        peaks.append(most)
-    return peaks
+    change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
+    return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]

@@ -30,17 +30,13 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 
 
 def end_shapes(config: ModelConfig) -> tuple[Shapes, Shapes]:
-    """List what comes before the blocks, and what comes behind them.
-
-    Of XLM-R the encoder alone, without pooler and head. Its position table has two rows more (padding).
-    """
+    """List what comes before the blocks, and what comes behind them; of XLM-R the encoder alone, without its head."""
     D, V, encoder, llama = config.d_model, config.vocab_size, config.family == "xlmr", config.family == "llama"
-    before = {"embed": (V, D)}
+    before, behind = {"embed": (V, D)}, {"norm": (D,)} | ({} if llama else {"norm.bias": (D,)})
     if not llama:
-        before["positions"] = config.max_seq_len + 2 * encoder, D
+        before["positions"] = config.max_seq_len + 2 * encoder, D  # two rows of padding
     if encoder:
         before["token_type"] = 1, D
-    behind = {"norm": (D,)} | ({} if llama else {"norm.bias": (D,)})
     if not (config.tied or encoder):
         behind["head"] = V, D
     return tuple({name: (shape, 1) for name, shape in shapes.items()} for shapes in (before, behind))
@@ -77,13 +73,14 @@ def block_shapes(config: ModelConfig, has_experts: bool = False) -> Shapes:
     return {f"{name}{end}": (of[: 1 if end else 2], n) for name, (of, n) in found.items() for end in ("", ".bias")}
 
 
+def _count(shapes: Shapes) -> int:
+    return sum(prod(shape) * copies for shape, copies in shapes.values())
+
+
 @checked
 def count_parameters(config: ModelConfig) -> int:
-    """Count the parameters of a model exactly (a tied head once).
-
-    Bytes    none: this is a count; 8,030,261,248 for llama-3.1-8b
-    """
-    return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
+    """Count the parameters of a model exactly (a tied head once): 8,030,261,248 for llama-3.1-8b."""
+    return _count(parameter_shapes(config))
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -91,13 +88,11 @@ def active_parameters(config: ModelConfig) -> int:
 
     The embedding counts whole, as published figures count it: 12.9 billion of Mixtral 8x7B's 46.7.
     """
-    idle = config.moe.num_experts - config.moe.top_k if config.moe else 0
-    unused = sum(
-        prod(shape) * copies // config.moe.num_experts * idle
-        for name, (shape, copies) in parameter_shapes(config).items()
-        if name.startswith("moe.experts.")
+    shapes = parameter_shapes(config)
+    experts = _count({name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")})
+    return _count(shapes) - (
+        experts // config.moe.num_experts * (config.moe.num_experts - config.moe.top_k) if experts else 0
     )
-    return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values()) - unused
 
 
 def dense_twin(config: ModelConfig) -> ModelConfig:
@@ -116,9 +111,8 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
 def rule_of_thumb_parameters(config: ModelConfig) -> int:
     """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
 
-    For GPT it leaves out the position table alone: 4 h^2 attention, 8 h^2 MLP of width 4 h, 13 h biases, LayerNorms.
-    It misses Llama three times: k and v are narrower (GQA), the MLP has three matrices of another width, and the head
-    is not tied.
+    For GPT it leaves out the position table alone. It misses Llama three times: k and v are narrower (GQA), the MLP has
+    three matrices of another width, and the head is not tied.
 
     Source   Ultra-Scale Playbook, "Memory for weights/grads/optimizer states"; Narayanan et al. 2021 (arXiv:2104.04473)
     """
@@ -147,33 +141,25 @@ class Recipe:
         return self.param_bytes + self.grad_bytes + self.master_bytes + self.moment_bytes
 
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("fp32", 4, 4, 0, 8, 4, "everything in FP32"),
-        Recipe("autocast", 4, 4, 0, 8, 2, "FP32 states; matmuls run on BF16 casts, which are kept during the step"),
-        Recipe("bf16-master", 2, 2, 4, 8, 2, "BF16 parameters and gradients, FP32 master copy (ZeRO paper, playbook)"),
-        Recipe("bf16-master-fp32-grads", 2, 4, 4, 8, 2, "gradients kept in FP32 only (Megatron-Core's estimator: 18)"),
-        Recipe("bf16-master-both-grads", 2, 6, 4, 8, 2, "a BF16 gradient and its FP32 accumulator (playbook: 20)"),
-        Recipe("fp16-master-fp32-grads", 2, 4, 4, 8, 2, "FP16 with loss scaling: the same bytes as with BF16"),
-        Recipe("bf16", 2, 2, 0, 4, 2, "pure BF16, moments too: small updates are lost"),
-    )
-}
-
+_RECIPES = (
+    Recipe("fp32", 4, 4, 0, 8, 4, "everything in FP32"),
+    Recipe("autocast", 4, 4, 0, 8, 2, "FP32 states; matmuls run on BF16 casts, which are kept during the step"),
+    Recipe("bf16-master", 2, 2, 4, 8, 2, "BF16 parameters and gradients, FP32 master copy (ZeRO paper, playbook)"),
+    Recipe("bf16-master-fp32-grads", 2, 4, 4, 8, 2, "gradients kept in FP32 only (Megatron-Core's estimator: 18)"),
+    Recipe("bf16-master-both-grads", 2, 6, 4, 8, 2, "a BF16 gradient and its FP32 accumulator (playbook: 20)"),
+    Recipe("fp16-master-fp32-grads", 2, 4, 4, 8, 2, "FP16 with loss scaling: the same bytes as with BF16"),
+    Recipe("bf16", 2, 2, 0, 4, 2, "pure BF16, moments too: small updates are lost"),
+)
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
 FP64 = Recipe("fp64", 8, 8, 0, 16, 8, "everything in FP64, in which equality to one process is tested")
-
 OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "sgd-momentum", "sgd")
 
 
 def recipe_of(recipe: Recipe | str) -> Recipe:
-    """Look a recipe up by its name; a Recipe passes through.
-
-    Raises   ValueError if the name is unknown
-    """
-    if isinstance(recipe, Recipe):
-        return recipe
-    one_of("recipe", recipe, tuple(RECIPES))
-    return RECIPES[recipe]
+    """Look a recipe up by its name, ValueError if it is unknown; a Recipe passes through."""
+    if not isinstance(recipe, Recipe):
+        one_of("recipe", recipe, tuple(RECIPES))
+    return recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
 
 
 @dataclass(frozen=True)
@@ -209,18 +195,22 @@ class LoRA:
         check_fields(self)
 
 
+_NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
+NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
+
+
+def _linear(shapes: Shapes) -> Shapes:
+    return {name: entry for name, entry in shapes.items() if len(entry[0]) == 2 and name not in _NO_LINEAR}
+
+
 def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
     """List the adapters' tensors beside those matrices that are targets: rank x d_in and d_out x rank."""
     found = {}
-    for name, (shape, copies) in shapes.items():
-        if name.rpartition(".")[2] in lora.targets and name not in _NO_LINEAR and len(shape) == 2:
+    for name, (shape, copies) in _linear(shapes).items():
+        if name.rpartition(".")[2] in lora.targets:
             found[f"{name}.lora_a"] = ((lora.rank, shape[1]), copies)
             found[f"{name}.lora_b"] = ((shape[0], lora.rank), copies)
     return found
-
-
-_NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
-NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
 
 
 def _four_bit_bytes(numel: int) -> int:
@@ -231,30 +221,21 @@ def _four_bit_bytes(numel: int) -> int:
 
 def quantized_shapes(config: ModelConfig) -> Shapes:
     """List the matrices that QLoRA stores in 4 bits: those of linear layers in the blocks."""
-    return {
-        name: entry
-        for name, entry in parameter_shapes(config).items()
-        if len(entry[0]) == 2 and "." in name and name not in _NO_LINEAR
-    }
+    return {name: entry for name, entry in _linear(parameter_shapes(config)).items() if "." in name}
 
 
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
-    """List the adapters' tensors of a whole model.
-
-    Raises   ValueError if a target names no linear layer of the model
-    """
-    shapes = adapter_shapes(parameter_shapes(config), lora)
-    if missing := set(lora.targets) - {name.split(".")[-2] for name in shapes}:
-        matrices = {name for name, (shape, _) in parameter_shapes(config).items() if len(shape) == 2}
-        known = sorted({name.rpartition(".")[2] for name in matrices - set(_NO_LINEAR)})
-        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {known}")
-    return shapes
+    """List the adapters' tensors of a whole model; ValueError if a target names no linear layer of it."""
+    known = {name.rpartition(".")[2] for name in _linear(parameter_shapes(config))}
+    if missing := set(lora.targets) - known:
+        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {sorted(known)}")
+    return adapter_shapes(parameter_shapes(config), lora)
 
 
 @checked
 def lora_parameters(config: ModelConfig, lora: LoRA) -> int:
     """Count the trained parameters: sum over targets of rank (d_in + d_out)."""
-    return sum(prod(shape) * copies for shape, copies in lora_shapes(config, lora).values())
+    return _count(lora_shapes(config, lora))
 
 
 @checked
@@ -274,22 +255,15 @@ def state_bytes(
              tensor, which lie in host memory even for a GPU; the course's MasterAdamW has none (`has_step_counters`)
     Raises   ValueError if recipe or optimizer is unknown
     """
-    recipe = recipe_of(recipe)
-    base = parameter_shapes(config)
+    recipe, base = recipe_of(recipe), parameter_shapes(config)
     trained = lora_shapes(config, lora) if lora else base
-    resident = base | trained
-    count = sum(prod(shape) * copies for shape, copies in trained.values())
-    parameters = recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values())
+    count, parameters = _count(trained), recipe.param_bytes * _count(base | trained)
     if lora is not None and lora.four_bits:
         for shape, copies in quantized_shapes(config).values():
             parameters -= copies * (recipe.param_bytes * prod(shape) - _four_bit_bytes(prod(shape)))
-    return StateBytes(
-        parameters=parameters,
-        gradients=recipe.grad_bytes * count,
-        optimizer=recipe.master_bytes * count
-        + sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
-        + (4 * sum(copies for _, copies in trained.values()) if step_counters else 0),
-    )
+    moments = sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
+    counters = 4 * step_counters * sum(copies for _, copies in trained.values())
+    return StateBytes(parameters, recipe.grad_bytes * count, recipe.master_bytes * count + moments + counters)
 
 
 @checked
@@ -302,10 +276,9 @@ def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
 def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
     """Bytes of one tensor's moments.
 
-    8-bit Adam keeps two bytes a number, and an FP32 scale for each block of each moment: 256 numbers, as bitsandbytes
-    has them since 0.44 (the paper has 2,048); tensors below 4096
-    numbers stay in FP32.
-    Adafactor keeps no first moment, and of the second one number a row and one a column.
+    8-bit Adam keeps two bytes a number, and an FP32 scale for each 256 numbers of each moment, as bitsandbytes does
+    since 0.44; tensors below 4096 numbers stay in FP32. Adafactor keeps no first moment, and of the second one number
+    a row and one a column.
 
     Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)
     """

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.flats import BUCKET_BYTES, Flat, Named, buckets_of, flats_of, padded, tensors_of, units_of
+from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, flats_of, padded, tensors_of, units_of
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
-from course_lib.validate import Amount, Bytes, Size, checked, whole
+from course_lib.validate import Amount, Bytes, Size, checked, one_of, whole
 
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 _ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
@@ -45,13 +45,6 @@ def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = 
     """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
     buckets = buckets_of(_tensors(config, "bucket_units"), itemsize, bucket_bytes)
     return [sum(one.numel for one in bucket) for bucket in buckets]
-
-
-def zero_units(config: ModelConfig, stage: _ZeroStage, itemsize: Size = 2) -> list[int]:
-    """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
-    if stage == 0:
-        return [one.numel for one in _tensors(config, "zero_units")]
-    return layer_units(config) if stage == 3 else bucket_units(config, itemsize)
 
 
 def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
@@ -113,22 +106,17 @@ def five_d_states(
 
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
-    flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
-    return _states_of_flats(flats, layout.zero_stage, recipe, optimizer, step_counters)
-
-
-def _states_of_flats(
-    flats: Sequence[Flat], zero_stage: int, recipe: Recipe | str, optimizer: str, step_counters: bool
-) -> StateBytes:
-    """The states of a rank that has these flats."""
-    equal = Counter(((flat.numel,) if zero_stage else flat.sizes, flat.ranks) for flat in flats)
-    each = [
-        (zero_state_bytes(sizes, zero_stage, ranks, recipe, optimizer), count)
-        for (sizes, ranks), count in equal.items()
-    ]
-    states = StateBytes(*(sum(count * getattr(one, kind) for one, count in each) for kind in _SHARDED_FROM_STAGE))
-    tensors = sum(len(flat.sizes) for flat in flats)
-    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and zero_stage == 0))
+    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes), layout.zero_stage
+    total = Counter()
+    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
+        one = zero_state_bytes(sizes, zero, ranks, recipe, optimizer)
+        counters = 4 * len(sizes) * (step_counters and zero == 0)
+        total.update(
+            parameters=count * one.parameters,
+            gradients=count * one.gradients,
+            optimizer=count * (one.optimizer + counters),
+        )
+    return StateBytes(*(total[kind] for kind in _SHARDED_FROM_STAGE))
 
 
 # ---- the papers' continuous form
@@ -171,16 +159,13 @@ class Offload:
     activations: str = "device"
 
     def __post_init__(self) -> None:
-        for field in ("optimizer", "parameters", "activations"):
-            place = getattr(self, field)
-            if place not in _PLACES:
-                raise ValueError(f"{field} is {place!r}; choose from {', '.join(_PLACES)}")
+        for field, place in vars(self).items():
+            one_of(field, place, _PLACES)
 
 
 def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     """Add up a rank's states by where they wait between steps; gradients stay on the device."""
-    places = dict.fromkeys(_PLACES, 0)
-    places["device"] += states.gradients
+    places = dict.fromkeys(_PLACES, 0) | {"device": states.gradients}
     places[offload.optimizer] += states.optimizer
     places[offload.parameters] += states.parameters
     return places
@@ -195,11 +180,11 @@ def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: Size
     device come up for the forward pass and again for the backward pass of each micro-batch.
     """
     states_off, parameters_off = offload.optimizer != "device", offload.parameters != "device"
-    of_disk = {name: getattr(offload, name) == "disk" for name in ("optimizer", "parameters")}
-    used = 2 * micro_batches * states.parameters
+    used = 2 * micro_batches * states.parameters * parameters_off
+    on_disk, optimizer = offload.parameters == "disk", states.optimizer * (offload.optimizer == "disk")
     return {
         "device to host": states.gradients * states_off + states.parameters * (parameters_off and not states_off),
-        "host to device": states.parameters * (states_off and not parameters_off) + used * parameters_off,
-        "disk to host": states.optimizer * of_disk["optimizer"] + used * of_disk["parameters"],
-        "host to disk": states.optimizer * of_disk["optimizer"] + states.parameters * of_disk["parameters"],
+        "host to device": states.parameters * (states_off and not parameters_off) + used,
+        "disk to host": optimizer + used * on_disk,
+        "host to disk": optimizer + states.parameters * on_disk,
     }

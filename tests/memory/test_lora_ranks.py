@@ -67,15 +67,6 @@ def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recip
     assert sent(run, rank).get("data", 0) + of_loss == measured_bytes
 
 
-@pytest.mark.slow
-def test_of_a_product_whose_other_factor_wants_no_gradient_nothing_more_is_saved():
-    """Below the first adapter nothing wants a gradient: there `up` is none that its MLP's `gate` needs to save for."""
-    config = replace(MODELS["experts"], num_layers=2)
-    run = Run(config, Layout(micro_batch=2), SEQ_LEN, "fp32", device="cpu", lora=LoRA(8, ("gate", "down")))
-    peak_bytes, _, _ = simulated(run, 0)
-    assert budgets(run)[0].peak_bytes == pytest.approx(peak_bytes, rel=0.02)
-
-
 AUTOCAST = [
     ("llama", ("q", "v"), "none", "fused"),
     ("llama", ("q", "k", "v", "o", "gate", "up", "down"), "none", "standard"),
@@ -89,7 +80,7 @@ AUTOCAST = [
 @pytest.mark.parametrize(("name", "targets", "recompute", "attention"), AUTOCAST)
 def test_under_autocast_adapters_and_casts_of_frozen_matrices_are_counted(name, targets, recompute, attention):
     layout = Layout(micro_batch=2, recompute=recompute)
-    config = replace(MODELS[name], num_layers=2)
+    config = replace(MODELS[name], num_layers=4)
     run = Run(config, layout, 64, "autocast", attention, "cpu", lora=LoRA(8, targets))
     model = build(config, attention=attention, recompute=recompute)
     apply_lora(model, 8, targets=targets)

@@ -14,7 +14,7 @@ from course_lib.memory.budget import budget, budgets
 from course_lib.memory.flats import flats_of
 from course_lib.memory.papers import megatron_activation_bytes
 from course_lib.memory.states import active_parameters, count_parameters, dense_twin, parameter_shapes, state_bytes
-from course_lib.memory.zero import five_d_states, zero_units
+from course_lib.memory.zero import bucket_units, five_d_states, layer_units
 from course_lib.model import build, with_moe
 from course_lib.run import Run
 
@@ -164,8 +164,8 @@ def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda c: zero_units(c, 1),
-        lambda c: zero_units(c, 3),
+        lambda c: bucket_units(c),
+        lambda c: layer_units(c),
         lambda c: scale_down(c),
         lambda c: megatron_activation_bytes(c, 1, 64),
         lambda c: timing.layer_matmul_parameters(c),

@@ -11,6 +11,7 @@ from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets, fits, saved_for_backward
+from course_lib.memory.flats import tensors_of
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.ranks import narrow, whole_parameters
 from course_lib.memory.states import count_parameters, parameter_shapes, state_bytes
@@ -23,7 +24,6 @@ from course_lib.memory.zero import (
     padded,
     zero_bytes_per_parameter,
     zero_state_bytes,
-    zero_units,
 )
 from course_lib.model import build
 from course_lib.run import Run
@@ -71,6 +71,11 @@ def rank(config, seq_len, recipe="bf16-master", offload=None, optimizer="adamw",
 # ---- ZeRO, exactly
 
 
+def sizes_of(config):
+    """Elements of each parameter tensor, in the model's order."""
+    return [one.numel for one in tensors_of(config, Layout())]
+
+
 def test_a_padded_unit_is_divisible_and_no_longer_than_needed():
     for numel in (1, 7, 8, 9, 101):
         for n in (1, 2, 3, 4):
@@ -81,16 +86,16 @@ def test_a_padded_unit_is_divisible_and_no_longer_than_needed():
 def test_units_hold_every_parameter_of_the_built_model_once_in_its_order(name):
     config = preset(name)
     model = build(config, device="meta")
-    assert zero_units(config, 0) == [p.numel() for p in model.parameters()]
+    assert sizes_of(config) == [p.numel() for p in model.parameters()]
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     embed, *middle, end = layer_units(config)
     assert middle == blocks and embed + end == count_parameters(config) - sum(blocks)
-    for stage in (0, 1, 2, 3):
-        assert sum(zero_units(config, stage)) == count_parameters(config)
+    for units in (bucket_units(config), layer_units(config)):
+        assert sum(units) == count_parameters(config)
 
 
 def test_a_bucket_closes_once_it_is_full():
-    sizes = zero_units(TOY, 0)
+    sizes = sizes_of(TOY)
     assert bucket_units(TOY, 4, bucket_bytes=1) == sizes[::-1]
     assert bucket_units(TOY, 4, bucket_bytes=2**30) == [sum(sizes)]
     some = bucket_units(TOY, 4, bucket_bytes=100_000)
@@ -108,7 +113,7 @@ def test_each_stage_divides_one_more_kind_and_padding_counts():
         (2 * whole, 2 * shard, 12 * shard),
         (2 * shard, 2 * shard, 12 * shard),
     ]
-    assert zero_state_bytes(zero_units(LLAMA_8B, 0), 0, 8) == state_bytes(LLAMA_8B)
+    assert zero_state_bytes(sizes_of(LLAMA_8B), 0, 8) == state_bytes(LLAMA_8B)
     fp32 = zero_state_bytes(units, 3, 4, "fp32", "sgd-momentum")
     assert (fp32.parameters, fp32.gradients, fp32.optimizer) == (4 * shard, 4 * shard, 4 * shard)
     with pytest.raises(ValueError, match="flat shards cut apart"):

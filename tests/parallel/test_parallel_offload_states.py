@@ -7,7 +7,7 @@ from torch import nn
 
 from course_lib.launch import launch
 from course_lib.memory.states import StateBytes
-from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
+from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
 from course_lib.model import build
 from course_lib.model.llama import preset
 from course_lib.parallel import engine as engines
@@ -142,7 +142,7 @@ def zero_infinity(grad_dtype):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("grad_dtype", "recipe"), [(None, "bf16-master"), (torch.float32, "bf16-master-fp32-grads")])
 def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
-    states = zero_state_bytes(zero_units(preset("toy"), 3), 3, 2, recipe)
+    states = zero_state_bytes(layer_units(preset("toy")), 3, 2, recipe)
     for found, crossed in launch(zero_infinity, 2, grad_dtype):
         for name, expected in found["device"].items():
             assert torch.equal(found["host"][name], expected) and torch.equal(found["disk"][name], expected)

@@ -25,7 +25,7 @@ from course_lib import model
 from course_lib.config import PRESETS, ModelConfig
 from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.memory.zero import zero_units
+from course_lib.memory.zero import layer_units
 from course_lib.parallel import data as stage_0
 from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
@@ -240,7 +240,7 @@ def memories():
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_gathered_parameters_peak_at_two_units(memories, size):
-    units = zero_units(TOY, 3)
+    units = layer_units(TOY)
     padded = [up(unit, size) for unit in units]
     neighbours = max(a + b for a, b in itertools.pairwise(padded))
     for states, gathered in memories[size]:
@@ -357,7 +357,7 @@ def test_parameters_shared_before_the_step_are_found_one_step_later(wrong):
 def test_a_stage_3_that_never_frees_is_found_in_the_bytes_held_and_sent(wrong):
     measured = wrong[0]["never frees"]
     assert measured.sent_bytes[0] < measured.expected_bytes[0]
-    assert wrong[1] == (4 + 2) * sum(up(unit, 2) for unit in zero_units(TOY, 3))  # beside the shards
+    assert wrong[1] == (4 + 2) * sum(up(unit, 2) for unit in layer_units(TOY))  # beside the shards
 
 
 def test_padding_and_backward_gathers_cannot_be_left_out():

@@ -4,7 +4,7 @@ import pytest
 
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
-from course_lib.memory.zero import zero_units
+from course_lib.memory.zero import layer_units
 from course_lib.run import Run
 from course_lib.traffic import (
     attention_calls,
@@ -65,7 +65,7 @@ def test_C058_C064_C068_C133_which_collective_carries_what():
 
 
 def test_padding_is_sent_and_fp32_gradients_cost_twice():
-    units = zero_units(TOY, 3, 4)
+    units = layer_units(TOY)
     padded = sum(-(-unit // 3) * 3 for unit in units)
     assert sum(units) < padded
     sharded, replicated = (
