@@ -23,9 +23,9 @@ from course_lib.cli.claims import list_claims
 from course_lib.cli.cluster import cluster
 from course_lib.cli.grade import grade
 from course_lib.cli.lab import lab
-from course_lib.cli.plan import plan
-from course_lib.cli.predict import calibrate_cluster, predict
-from course_lib.cli.simulate import simulate
+from course_lib.cli.plan import plan_layout
+from course_lib.cli.predict import calibrate_cluster, predict_runs
+from course_lib.cli.simulate import simulate_layout
 from course_lib.cli.watch import watch
 from course_lib.train.options import Options
 
@@ -105,9 +105,9 @@ COMMANDS = {
     "run": _run,
     "demo": _demo,
     "bench": _bench,
-    "simulate": simulate,
-    "predict": predict,
-    "plan": plan,
+    "simulate": simulate_layout,
+    "predict": predict_runs,
+    "plan": plan_layout,
     "calibrate": calibrate_cluster,
     "claims": list_claims,
     "watch": watch,

@@ -49,7 +49,7 @@ class PlanOptions(Techniques, Nodes, Question):
     """a folder for the best layout's files, for each framework that can do it"""
 
 
-def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
+def plan_layout(options: OmitArgPrefixes[PlanOptions]) -> int:
     """Find the layout with most tokens/s that fits, and say why; all figures are modelled."""
     for name in ("gpus", "seq", "batch", "show"):
         whole(name, getattr(options, name))

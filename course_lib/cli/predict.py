@@ -39,7 +39,7 @@ class Site(Nodes):
         return cluster_asked(self.record(), self.nodes_link, self.inside, self.per_node)
 
 
-def predict(
+def predict_runs(
     runs: Positional[Path],
     out: Path,
     models: Path | None = None,

@@ -16,7 +16,7 @@ from course_lib.run import Run
 from course_lib.validate import number, whole
 
 
-def simulate(
+def simulate_layout(
     model: str,
     layout: str,
     seq: Tokens,

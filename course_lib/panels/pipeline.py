@@ -96,7 +96,7 @@ def words_of(row: Sequence[Instruction]) -> str:
     return " ".join(f"{one.op}{one.micro_batch}" for one in row)
 
 
-def read_rows(rows: Sequence[str], micro_batches: int) -> Schedule:
+def read_schedule(rows: Sequence[str], micro_batches: int) -> Schedule:
     """Return typed rows as a schedule with one stage a rank; commas and small letters are fine.
 
     Raises   ValueError for a word that cannot be read
@@ -136,7 +136,7 @@ def judge_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown
     Told at once are mistakes that nothing placed later can mend; what is merely not placed yet is none.
     Raises   ValueError for a word that cannot be read
     """
-    schedule = read_rows(rows, micro_batches)
+    schedule = read_schedule(rows, micro_batches)
     left = {rank: left_of(row, micro_batches) for rank, row in enumerate(schedule.instructions)}
     lacks = "; ".join(f"rank {rank}: {' '.join(words)}" for rank, words in left.items() if words)
     if wrong := problems(schedule, whole=not lacks):

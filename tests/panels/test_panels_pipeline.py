@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, best_known, judge_rows, left_of, read_rows, words_of
+from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, best_known, judge_rows, left_of, read_schedule, words_of
 from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
 from course_lib.schedules.simulator import Costs
 
@@ -69,7 +69,7 @@ def test_nothing_and_a_beginning_are_no_mistakes():
         [("F", 1)],
         [],
     ]
-    assert left_of(read_rows(begun, 2).instructions[1], 2) == ["W0", "F1", "B1"]
+    assert left_of(read_schedule(begun, 2).instructions[1], 2) == ["W0", "F1", "B1"]
 
 
 @pytest.mark.parametrize(
