@@ -316,7 +316,7 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 # toy-moe and mini-moe are ours: a token uses as many parameters of experts as of toy's and mini's MLPs. Mixtral 8x7B:
-# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088). DeepSeek-V3: the same, arXiv:2412.19437;
+# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088); 8x22B: of its own. DeepSeek-V3: arXiv:2412.19437;
 # without multi-token prediction, YaRN and the small loss of balance within a sequence.
 _DEEPSEEK_MOE = MoeConfig(
     256, 8, d_expert=2048, num_shared_experts=1, score="sigmoid", balancing="bias", num_groups=8, max_groups=4,
@@ -330,6 +330,10 @@ MOE_PRESETS: dict[str, ModelConfig] = {
         ModelConfig(
             "mixtral-8x7b", 32, 4096, num_heads=32, num_kv_heads=8, d_ff=14_336, vocab_size=32_000, max_seq_len=32_768,
             rope_theta=1e6, moe=MoeConfig(8, 2, d_expert=14_336, balancing="aux_loss", aux_coefficient=0.02),
+        ),
+        ModelConfig(
+            "mixtral-8x22b", 56, 6144, num_heads=48, num_kv_heads=8, d_ff=16_384, vocab_size=32_000, max_seq_len=65_536,
+            rope_theta=1e6, moe=MoeConfig(8, 2, d_expert=16_384, balancing="aux_loss", aux_coefficient=0.001),
         ),
         ModelConfig(
             "deepseek-v3", 61, 7168, num_heads=128, num_kv_heads=128, d_ff=18_432, vocab_size=129_280,

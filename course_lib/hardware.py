@@ -245,6 +245,13 @@ LINKS: dict[str, Link] = {
 }
 # fmt: on
 
+# For which lessons work out what to do: a good network, a cloud's as it was measured, and older GPUs. Nodes of 8.
+CLUSTERS: dict[str, Cluster] = {
+    "H100, InfiniBand": Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["ib-ndr400"]),
+    "H100, measured EFA": Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["efa-measured"]),
+    "A100, InfiniBand": Cluster(GPUS["a100-80"], LINKS["nvlink3"], LINKS["ib-hdr200"]),
+}
+
 # Measured on nodes of 8 H100, EFA between nodes, messages of 256 MB: collective -> {nodes: bytes per second}.
 # Source: Ultra-Scale Playbook, data of its figure of bandwidth over nodes. It does not say whether these are bus or
 # algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch

@@ -172,6 +172,11 @@ class Estimate:
         """Tokens/s of a GPU between which nine in ten such runs lay."""
         return tuple(factor * self.tokens_per_s_per_gpu for factor in self.spread.speed)
 
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """Seconds of a step between which nine in ten such runs lay."""
+        return tuple(self.step_s / factor for factor in reversed(self.spread.speed))
+
     def table(self) -> str:
         """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
         slow, fast = self.speed_range

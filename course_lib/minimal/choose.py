@@ -59,11 +59,11 @@ def waiting_share(option):
 
 def in_a_node(job):
     """Yield layouts whose copy of the model lies on 1, 2, 4 or 8 GPUs of a node."""
-    sizes = (1, 2, 4, 8)
-    for size, tp, zero_stage in product(sizes, sizes, (1, 3)):
+    sizes, stages = (1, 2, 4, 8), (1, 2, 3) if job.config.moe else (1, 3)  # experts' gradients are large: also ZeRO-2
+    for size, tp, zero_stage in product(sizes, sizes, stages):
         name = f"copy on {size} GPU{'s' * (size > 1)}, ZeRO-{zero_stage}"
         cut = {"tp": tp, "cp": size // tp, "zero_stage": zero_stage}
-        if tp <= size and zero_stage == 1:
+        if tp <= size and zero_stage < 3:
             yield name, cut
         elif tp <= size:
             replicas = sorted({1, max(1, job.num_gpus // tp // MOST_SHARDS)})  # HSDP

@@ -1,7 +1,6 @@
 """The flow chart against the search: 92 % of the best speed and more on twenty jobs, never above it on thirty more."""
 
 import random
-from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
@@ -43,19 +42,9 @@ CASES = [  # model, GPU, how many, tokens of a step, tokens of a sequence
     ("mixtral-8x7b", "h100", 64, 4 * M, 4 * K),
 ]
 
-SMALL = preset("mixtral-8x7b")
-EIGHT_BY_22B = replace(
-    SMALL, name="mixtral-8x22b", num_layers=56, d_model=6144, num_heads=48, d_ff=16_384,
-    moe=replace(SMALL.moe, d_expert=16_384),
-)  # fmt: skip
-
-
-def model_of(name):
-    return EIGHT_BY_22B if name == EIGHT_BY_22B.name else preset(name)
-
 
 def job_of(model, key, num_gpus, batch_tokens, seq_len):
-    return Job(model_of(model), CLUSTERS[key], num_gpus, seq_len, batch_tokens, "bf16-master-fp32-grads")
+    return Job(preset(model), CLUSTERS[key], num_gpus, seq_len, batch_tokens, "bf16-master-fp32-grads")
 
 
 @cache
@@ -95,7 +84,7 @@ def seeded_jobs():
         if model in ("llama-3.1-70b", "mixtral-8x22b"):
             gpus = max(gpus, 64)
         share = rng.choice((0.5, 1, 2, 4))
-        seq_len = min(seq_len, model_of(model).max_seq_len)
+        seq_len = min(seq_len, preset(model).max_seq_len)
         yield model, rng.choice(tuple(CLUSTERS)), max(gpus, 16), int(share * max(gpus, 16)) * seq_len, seq_len
 
 

@@ -16,6 +16,7 @@ JOBS = (  # model, sequences of a step, tokens of one: what a GPU holds decides 
     (("llama-3.2-1b", 256, 4096),),
     (("llama-3.1-8b", 256, 4096), ("llama-3.1-8b", 128, 8192)),
     (("llama-3.1-70b", 256, 4096),),
+    (("mixtral-8x7b", 256, 4096),),
 )
 _BECAUSE = {
     "compute": "it computes more: recomputation, or a pipeline whose last stage has the head",
@@ -37,8 +38,8 @@ def _layout(job, tp=1, micro_batch=1, **choices):
 
 
 def jobs(rng):
-    """Three jobs, each with the best layout of the search."""
-    drawn = zip(JOBS, (rng.choice([8, 16]), rng.choice([16, 32]), 64), strict=True)
+    """Four jobs, one with experts, each with the best layout of the search."""
+    drawn = zip(JOBS, (rng.choice([8, 16]), rng.choice([16, 32]), 64, 32), strict=True)
     of_jobs = [(*rng.choice(known), num_gpus) for known, num_gpus in drawn]
     return [(job, _best(job)) for job in (_job(*of_job) for of_job in of_jobs)]
 
@@ -72,6 +73,8 @@ def watch(answer, job: Job, best: Estimate) -> dict:
 
 
 def _why(option: Estimate, best: Estimate) -> str:
+    if option.layout.ep < best.layout.ep:
+        return "every rank gathers experts that ep would leave to other ranks"
     more = {part: s - best.seconds_by_part.get(part, 0.0) for part, s in option.seconds_by_part.items()}
     return _BECAUSE.get(max(more, key=more.get), "experts' rows travel too far")
 
@@ -83,6 +86,9 @@ WRONG = {
     "does not fit by": Stops(lambda job: _layout(job, zero_stage=1)),
     "it computes more": Stops(lambda job: _layout(job, zero_stage=3, recompute="full")),
     "its kernels are short": Stops(lambda job: _layout(job, 8, zero_stage=1)),
+    "leave to other ranks": Stops(
+        lambda job: _layout(job, 2, 2, zero_stage=3) if job.config.moe else choose(job).option.layout
+    ),
     "more tokens per GPU": Stops(
         lambda job: _layout(job, 8, zero_stage=3) if job.config.num_layers == 80 else choose(job).option.layout
     ),
