@@ -27,11 +27,19 @@ def started(start):
 
 
 def pytest_configure(config):
-    """Let nbval start its kernels through `started`."""
+    """Let nbval start its kernels through `started`, and from a warm process where there is pidfd."""
     if not config.pluginmanager.hasplugin("nbval"):
         return
     os.environ["COURSE_SHEETS"] = tempfile.mkdtemp(prefix="sheets-")
-    from nbval import kernel  # only where nbval runs
+    from jupyter_client.provisioning import local_provisioner  # only where nbval runs
+    from nbval import kernel
+
+    from tests.warm_kernels import Warm
+
+    if hasattr(os, "pidfd_open"):
+        warm = Warm()
+        local_provisioner.launch_kernel = warm.launch_kernel
+        config.add_cleanup(warm.close)
 
     once = kernel.start_new_kernel
     kernel.start_new_kernel = lambda *args, **kwargs: started(lambda: once(*args, **kwargs))

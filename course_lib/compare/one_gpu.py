@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -89,8 +89,8 @@ class OnePass:
     @cached_property
     def difference(self) -> float:
         """The largest difference of any gradient from the unchanged model's."""
-        right = replace(self, change=no_change, backward=full_batch)
-        return (self.gradients - right.gradients).abs().max().item()
+        right = _right_gradients(replace(self, change=no_change, backward=full_batch))
+        return (self.gradients - right).abs().max().item()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -116,6 +116,12 @@ class OnePass:
         with FlopCounterMode(display=False) as counter:
             loss_of(model, *self.batch).backward()
         return counter.get_total_flops()
+
+
+@cache
+def _right_gradients(unchanged: OnePass) -> Tensor:
+    """The gradients of the unchanged model, computed once."""
+    return unchanged.gradients
 
 
 # --- a trainer: trainer(model, make_optimizer) as in precision.py, with backward(loss), update(), params, optimizer

@@ -2,7 +2,8 @@
 
 as_sum            all_reduce(x_P, group) of ring.py
 as_trainer        trainer(model, make_optimizer, group) of data.py, zero.py, tensor.py, sequence.py, experts.py
-as_traced_trainer, as_learner, as_block    the same: when it sends, what it learns, what one block saves
+as_counted_trainer, as_traced_trainer, as_learner, as_block
+                  the same: bytes alone, when it sends, what it learns, what one block saves
 as_two_mlps       two MLPs whose matrices are cut, with functions before and behind
 as_attention      attend(q_BNsH, k_BKsH, v_BKsH, where, group) of ring_attention.py;  as_context_step: a whole step
 as_pipeline       rank_class(model, micro_batches) of one_f_one_b.py, with lists of words
@@ -81,8 +82,8 @@ def as_trainer(
     parts = partial(micro_batches_of_rank, trainer=trainer, sequences=sequences, seq_len=seq_len)
     before, config = dict(build(config_of(trainer), dtype=torch.float64).named_parameters()), config_of(trainer)
     for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
+        right_loss, model = _rank_0_alone(config, global_batches(steps, sequences, seq_len), make_optimizer)
         loss, full = trained(trainer, make_optimizer, steps, lambda step: parts(step, num_micro_batches))
-        right_loss, model = one_process(config, global_batches(steps, sequences, seq_len), make_optimizer)
         right = dict(model.named_parameters())
         if full.keys() != right.keys():
             raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ right.keys())}; return all")
@@ -93,6 +94,14 @@ def as_trainer(
                 record.match(name, before[name] - full[name], before[name] - param)
     record.match("after AdamW", _flat(full), _flat(right))
     count_bytes(record, trainer, parts(0, num_micro_batches), parts(1, num_micro_batches))
+
+
+def as_counted_trainer(
+    record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
+) -> None:
+    """Count what is sent and held as as_trainer does, and compare nothing."""
+    parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences, seq_len) for step in range(2)]
+    count_bytes(record, trainer, *parts)
 
 
 def count_bytes(record: Record, trainer: type, *steps: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -163,6 +172,22 @@ def one_process(
             losses[-1] += loss.detach()
         optimizer.step()
     return losses[0], model
+
+
+def _rank_0_alone(
+    config: ModelConfig, steps: Sequence[Sequence[tuple[Tensor, Tensor]]], make_optimizer: Callable = sgd
+) -> tuple[Tensor, nn.Module]:
+    """Return what one_process returns, computed once: rank 0 trains, and every rank receives its numbers."""
+    if dist.get_rank() == 0:
+        loss, model = one_process(config, steps, make_optimizer)
+    else:
+        loss, model = torch.zeros((), dtype=torch.float64, device=rank_device()), build(config, dtype=torch.float64)
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+    tensors = [loss, *model.parameters(), *(param.grad for param in model.parameters())]
+    flat = nn.utils.parameters_to_vector(tensors).detach()
+    nn.utils.vector_to_parameters(comm.broadcast(flat, 0, dist.group.WORLD), tensors)
+    return loss, model
 
 
 def gradient_lengths(record: Record) -> dict[str, tuple[float, float]]:
@@ -365,7 +390,7 @@ def as_pipeline(record: Record, rank_class: Callable, lists: Sequence[Sequence[s
     words, parts = lists[dist.get_rank()], pipeline_micro_batches(from_lists(lists).num_micro_batches)
     if len(lists) != dist.get_world_size():
         raise ValueError(f"there are {len(lists)} lists for {dist.get_world_size()} ranks; give one for each")
-    right = {name: param.grad for name, param in one_process(PIPELINE_CONFIG, [parts])[1].named_parameters()}
+    right = {name: param.grad for name, param in _rank_0_alone(PIPELINE_CONFIG, [parts])[1].named_parameters()}
     worker = rank_class(build(PIPELINE_CONFIG, dtype=torch.float64), parts)
     worker.run(words)
     grads = {name: param.grad for name, param in worker.stage.named_parameters() if param.grad is not None}
@@ -511,7 +536,7 @@ def as_rule_of_sums(record: Record, axes_of: Callable, layout: str, steps: int =
     _step(engine, axes_of, 0)
     of_ranks = zip(*(_rows_of(parsed, dp_rank, 0) for dp_rank in range(parsed.dp)), strict=True)
     parts = [tuple(map(torch.cat, zip(*pairs, strict=True))) for pairs in of_ranks]
-    right, got = dict(one_process(AXES_CONFIG, [parts])[1].named_parameters()), engines.full_gradients(engine)
+    right, got = dict(_rank_0_alone(AXES_CONFIG, [parts])[1].named_parameters()), engines.full_gradients(engine)
     for name, grad in got.items():
         record.match(f"{_kind(name, parsed)} {name}", grad, right[name].grad)
     engine.zero_grad()

@@ -23,7 +23,7 @@ from course_lib.launch import _groups, _network, _rank
 # The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
 OWN = "course_lib.launch"
 # Slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer.
-_PRELOAD = (
+PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch._dynamo",
@@ -40,7 +40,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     control = socket.socket(fileno=control_fd)
     _network.leave_shared_network()
     _groups.adopt_orphans()
-    _preload(_PRELOAD)
+    preload(PRELOAD)
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -77,7 +77,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
         os._exit(0)
 
 
-def _preload(names: Iterable[str]) -> None:
+def preload(names: Iterable[str]) -> None:
     """Import what is not imported yet; ranks will find it ready."""
     for name in names:
         if name not in sys.modules:
@@ -100,7 +100,7 @@ def _refresh(names: list[str], stamps: dict[str, int]) -> None:
         stamps.clear()
     new = [name for name in names if name not in sys.modules]
     if new:
-        _preload(new)
+        preload(new)
         teaching = (name for name in sys.modules if name.startswith("course_lib.") and not _is_own(name))
         stamps.update({name: _stamp(name) for name in teaching})
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import IO
 
 from course_lib.launch._fork_server import EXIT
 
@@ -127,6 +128,23 @@ def _server_of_this_process() -> "ForkServer":
         return _server
 
 
+def start_server(control_fd: int, errors: IO[bytes]) -> subprocess.Popen:
+    """Start the second process: a new Python that serves at `control_fd` and writes what goes wrong to `errors`."""
+    code = (
+        f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
+        f"from course_lib.launch._fork_server import serve; serve({control_fd}, {os.getpid()})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[control_fd],
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        start_new_session=True,  # the interrupt button signals the kernel's whole process group
+        env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy would start threads, which do not survive a fork
+    )
+
+
 class ForkServer:
     """Handle on the second process. Requests are answered one at a time, so launches may come from several threads."""
 
@@ -137,19 +155,7 @@ class ForkServer:
         self._answered = False  # whether it has said anything yet
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
         self._socket, theirs = socket.socketpair()
-        code = (
-            f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
-            f"from course_lib.launch._fork_server import serve; serve({theirs.fileno()}, {os.getpid()})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._errors,
-            stderr=self._errors,
-            start_new_session=True,  # the interrupt button signals the kernel's whole process group
-            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy would start threads, which do not survive a fork
-        )
+        self._process = start_server(theirs.fileno(), self._errors)
         theirs.close()
         atexit.register(self.close)
 
