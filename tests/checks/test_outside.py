@@ -247,7 +247,7 @@ def test_bytes_that_name_anything_but_plain_data_are_refused(tree):
         plain.loads(len(text).to_bytes(plain.LENGTH, "big") + text)
 
 
-# ------------------------------------------------------------------------------------ the 91 graders
+# ------------------------------------------------------------------------------------ every grader
 @pytest.mark.parametrize(
     ("stem", "check_name", "answer"), [pytest.param(*case, marks=EXHAUSTIVE) for case in EXERCISES]
 )

@@ -3,9 +3,11 @@
 ranks.py                values, messages, ranks
 ring_build.py           a ring all-reduce from an empty cell
 alpha_beta.py           its arithmetic
+broken.py               a broken program to find the bug of
 """
 
 from course_lib.checks.ch00.alpha_beta import check_crossover_bytes, check_faster_all_reduce
+from course_lib.checks.ch00.broken import check_summary
 from course_lib.checks.ch00.ranks import (
     check_all_reduce_by_doubling,
     check_all_reduce_in_two_levels,

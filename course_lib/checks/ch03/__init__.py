@@ -3,8 +3,10 @@
 data_parallel.py        sizes, averages, buckets
 dp_hooks.py             hooks, accumulation under DDP
 ddp_build.py            DDP from an empty cell
+broken.py               a broken program to find the bug of
 """
 
+from course_lib.checks.ch03.broken import check_row_trainer
 from course_lib.checks.ch03.data_parallel import (
     check_accumulation,
     check_average_and_clip,

@@ -1,0 +1,98 @@
+"""Table of chapter 00, exercise 9: a broken program, whose ranks call collectives of one shape in different orders."""
+
+import torch
+
+from course_lib import comm
+from course_lib.checks.core import fresh_generator, numbers
+from course_lib.checks.table import Exercise, Stops
+from course_lib.checks.watch import Each, on_ranks
+
+
+class Summary:
+    """Mean and largest of the values of all ranks, a batch at a time."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def add(self, batch, total, count):
+        """Add the batches of all ranks to a sum and a number of values."""
+        total = total + comm.all_reduce(batch.sum(), self.group)
+        length = torch.tensor(len(batch), dtype=batch.dtype)
+        return total, count + comm.all_reduce(length, self.group)
+
+    def largest(self, values):
+        """Return the largest value of all ranks."""
+        return comm.all_reduce(values.max(), self.group, op="max")
+
+    def of(self, values, batch_size):
+        """Return (mean, largest), the same on every rank."""
+        total, count = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+        for batch in values.split(batch_size):
+            total, count = self.add(batch, total, count)
+        return total / count, self.largest(values)
+
+
+def _summed(mean) -> type:
+    """Return the program with one sum over ranks: mean(values, batch_size, group)."""
+
+    class Summed(Summary):
+        def of(self, values, batch_size):
+            return mean(values, batch_size, self.group), self.largest(values)
+
+    return Summed
+
+
+def _by_counts(values, batch_size, group):
+    total, count = comm.all_reduce(torch.stack([values.sum(), torch.tensor(float(len(values))).to(values)]), group)
+    return total / count
+
+
+def _of_the_fewest(values, batch_size, group):
+    shortest = -int(comm.all_reduce(torch.tensor(-float(len(values))), group, op="max"))
+    return _by_counts(values[: shortest // batch_size * batch_size or shortest], batch_size, group)
+
+
+def _of_full_batches(values, batch_size, group):
+    rounds = int(comm.all_reduce(torch.tensor(float(-(-len(values) // batch_size))), group, op="max"))
+    return comm.all_reduce(values.sum(), group) / (rounds * batch_size * group.size())
+
+
+class _Joins(Summary):
+    """Right: a rank without values adds empty batches until all are done."""
+
+    def of(self, values, batch_size):
+        batches = list(values.split(batch_size))
+        rounds = int(comm.all_reduce(torch.tensor(float(len(batches))), self.group, op="max"))
+        total, count = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+        for batch in batches + [values[:0]] * (rounds - len(batches)):
+            total, count = self.add(batch, total, count)
+        return total / count, self.largest(values)
+
+
+def _values(rng) -> list[tuple]:
+    """Ranks with 1, 2, 3, ... batches, the last of them not full."""
+    size, generator = rng.choice([2, 3, 4]), fresh_generator(rng)
+    return [(size, Each([numbers(generator, 4 * rank + 3) + rank for rank in range(size)]), 4)]
+
+
+def _watch(answer, values, batch_size):
+    return on_ranks(lambda values, batch_size, group: answer(group).of(values, batch_size), values, batch_size)
+
+
+_wrong = {
+    "the mean is that of the ranks' means; ranks have different numbers of values": lambda values, batch_size, group: (
+        comm.all_reduce(values.mean(), group, op="mean")
+    ),
+    "the mean lacks the values of ranks that have more batches than others": _of_the_fewest,
+    "the sum is right, and it is divided by more values than there are": _of_full_batches,
+}
+WRONG = {"your ranks wait for each other for ever": Stops(Summary)} | {told: _summed(of) for told, of in _wrong.items()}
+check_summary = Exercise(
+    _summed(_by_counts),
+    _values,
+    WRONG,
+    lambda *args: {"the result": _watch(*args)["the result"]},
+    right=_Joins,
+    ranks=True,
+    seconds=3.0,
+)

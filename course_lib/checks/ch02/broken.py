@@ -1,0 +1,108 @@
+"""Table of chapter 02, exercise 9: a broken program, whose recomputation takes another way through the model."""
+
+import random
+
+import torch
+from torch import nn
+
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.config import ModelConfig
+from course_lib.minimal.recompute import recompute
+from course_lib.model import build
+from course_lib.training import loss_of
+
+_STEPS = 6
+_SMALL = ModelConfig("small", 4, 16, num_heads=2, num_kv_heads=2, d_ff=32, vocab_size=256, max_seq_len=16)
+
+
+class SometimesBlock(nn.Module):
+    """A block that is left out in a random half of the steps, and recomputed."""
+
+    def __init__(self, block, seed):
+        super().__init__()
+        self.block, self.random = block, random.Random(seed)
+
+    def run(self, x_BSD, *tables):
+        """Go through the block, or around it."""
+        if self.random.random() < 0.5:
+            return x_BSD
+        return self.block(x_BSD, *tables)
+
+    def forward(self, x_BSD, *tables):
+        """Keep the input alone; the rest is computed again in backward."""
+        return recompute(self.run, x_BSD, *tables)
+
+
+def _drawing(draw, recomputed=True) -> type:
+    """Return the program that draws before it recomputes: draw(its random numbers, step) says whether to go around."""
+
+    class Drawing(SometimesBlock):
+        step = -1
+
+        def forward(self, x_BSD, *tables):
+            self.step += 1
+            if draw(self.random, self.step):
+                return x_BSD
+            return recompute(self.block, x_BSD, *tables) if recomputed else self.block(x_BSD, *tables)
+
+    return Drawing
+
+
+class _DrawsFromTorch(SometimesBlock):
+    """Right: recomputation puts the state of torch's generator back."""
+
+    def run(self, x_BSD, *tables):
+        return x_BSD if torch.rand(()) < 0.5 else self.block(x_BSD, *tables)
+
+
+def _watch(answer, seed):
+    """Beside the model, the same blocks without recomputation take the ways that it took forward."""
+    model, grads_off, ways, runs = build(_SMALL, dtype=torch.float64), [], [], []
+    blocks = list(model.blocks)
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    mine, again = nn.ModuleList(answer(block, seed + number) for number, block in enumerate(blocks)), []
+    for step in range(_STEPS):
+        text_BS, grads = (100 * numbers(seed + step, 2, 9)).long() % 256, []
+        for way in (mine, None):
+            model.blocks, model_runs = (mine if way else nn.ModuleList(blocks[n] for n in ways[-1])), len(runs)
+            loss = loss_of(model, text_BS[:, :-1], text_BS[:, 1:])
+            if way:
+                ways.append(runs[model_runs:])
+            forward_runs = len(runs)
+            loss.backward()
+            again += [runs[forward_runs:] != [] or not ways[-1]] if way else []
+            grads.append([p.grad for block in blocks for p in block.parameters()])
+            for param in [*model.parameters(), *(p for block in blocks for p in block.parameters())]:
+                param.grad = None
+        grads_off.append(any(not _same(*pair) for pair in zip(*grads, strict=True)))
+    return {
+        "steps whose gradients are not those of their forward pass": sum(grads_off),
+        "steps that recompute what they ran": sum(again),
+        "steps take different ways": len({tuple(way) for way in ways}) > 1,
+        "the share of blocks that ran is near a half": 0.05 < sum(map(len, ways)) / (_STEPS * len(blocks)) < 0.95,
+    }
+
+
+def _same(got, right) -> bool:
+    """Whether two gradients agree, where none is as good as zeros."""
+    if got is None or right is None:
+        return all(grad is None or not grad.any() for grad in (got, right))
+    return torch.allclose(got, right)
+
+
+WRONG = {
+    "gradients are still those of another way than forward took": SometimesBlock,
+    "gradients are right, but every step leaves out the same blocks": _drawing(lambda numbers, step: step < 0),
+    "gradients are right, but nothing is recomputed any more": _drawing(
+        lambda numbers, step: numbers.random() < 0.5, False
+    ),
+}
+check_sometimes_block = Exercise(
+    _drawing(lambda numbers, step: numbers.random() < 0.5),
+    lambda rng: [(fresh_seed(rng),)],
+    WRONG,
+    _watch,
+    right=_DrawsFromTorch,
+)

@@ -1,0 +1,139 @@
+"""Table of chapter 12, exercise 7: a broken program, which repeats rows after it was resumed."""
+
+import io
+from collections import Counter
+
+import torch
+from torch import nn
+
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+
+_ROWS = 24
+
+
+class ResumableRun:
+    """Trains on every row once in each epoch, in a new random order; can be saved after any step."""
+
+    def __init__(self, model, rows_ND, batch_size):
+        self.model, self.rows_ND, self.batch_size = model, rows_ND, batch_size
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        self.numbers = torch.Generator().manual_seed(0)
+        self.steps, self.losses, self.waiting = 0, [], []
+
+    def next_rows(self):
+        """Return the rows of the next step; draw a new order when all are used."""
+        if not self.waiting:
+            order_N = torch.randperm(len(self.rows_ND), generator=self.numbers)
+            self.waiting = order_N.tolist()
+        mine = [self.waiting.pop() for _ in range(self.batch_size)]
+        return self.rows_ND[mine]
+
+    def train(self, until):
+        """Train up to a number of steps: each row tells its last element."""
+        while self.steps < until:
+            rows_BD = self.next_rows()
+            error_B1 = self.model(rows_BD[:, :-1]) - rows_BD[:, -1:]
+            loss = error_B1.square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            self.steps += 1
+
+    def state(self):
+        """Return all that a checkpoint has."""
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        return {"model": model, "optimizer": optimizer, "steps": self.steps}
+
+    def load(self, state):
+        """Go on from a checkpoint."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+
+def _saving(*parts) -> type:
+    """Return the program that also saves some of: the rows that wait, the state of the generator."""
+
+    class Saving(ResumableRun):
+        def state(self):
+            mine = {"waiting": list(self.waiting), "numbers": self.numbers.get_state()}
+            return super().state() | {part: mine[part] for part in parts}
+
+        def load(self, state):
+            super().load(state)
+            if "waiting" in parts:
+                self.waiting = list(state["waiting"])
+            if "numbers" in parts:
+                self.numbers.set_state(state["numbers"])
+
+    return Saving
+
+
+class _DrawsAgain(ResumableRun):
+    """Right: goes through the rows of all steps that were made, without training."""
+
+    def load(self, state):
+        super().load(state)
+        for _ in range(self.steps):
+            self.next_rows()
+
+
+class _NewMoments(_DrawsAgain):
+    def load(self, state):
+        super().load(state | {"optimizer": self.optimizer.state_dict()})
+
+
+def _built(answer, rows_ND, seen):
+    """Return a run of a new model that notes which rows it is given."""
+    torch.manual_seed(0)
+    model = nn.Linear(rows_ND.shape[1] - 1, 1, dtype=torch.float64)
+    model.register_forward_pre_hook(lambda _, args: seen.extend(args[0][:, 0].long().tolist()))
+    return answer(model, rows_ND, 4)
+
+
+def _watch(answer, killed_at, seed):
+    """One run is never stopped; the other is saved, built anew, and loaded. A row begins with its number."""
+    rows_ND = torch.cat([torch.arange(_ROWS)[:, None], numbers(seed, _ROWS, 3)], dim=1)
+    weights, taken = [], []
+    for stops in ([], [killed_at]):
+        seen: list[int] = []
+        made = _built(answer, rows_ND, seen)
+        for stop in stops:
+            made.train(stop)
+            file = io.BytesIO()
+            torch.save(made.state(), file)
+            file.seek(0)
+            made = _built(answer, rows_ND, seen)
+            made.load(torch.load(file))
+        made.train(3 * _ROWS // 4)
+        weights.append([param.detach().clone() for param in made.model.parameters()])
+        taken.append(seen)
+    counts = Counter(taken[1])
+    times = [counts[row] for row in range(_ROWS)]
+    return {
+        "times that rows are taken in 3 epochs, fewest and most": [min(times), max(times)],
+        "epochs have different orders": taken[0][:_ROWS] != taken[0][_ROWS : 2 * _ROWS],
+        "rows come in the order of the run that was not stopped": taken[0] == taken[1],
+        "weights are those of the run that was not stopped": all(
+            torch.equal(*pair) for pair in zip(*weights, strict=True)
+        ),
+    }
+
+
+WRONG = {
+    "after it was resumed, the run takes some rows too often and others too seldom": [
+        ResumableRun,
+        _saving("numbers"),
+    ],
+    "every row is taken as often as it should, but in another order than without the stop": _saving("waiting"),
+    "the rows are right, and the weights are not those of the run that was not stopped": _NewMoments,
+}
+check_resumable = Exercise(
+    _saving("waiting", "numbers"),
+    lambda rng: [(killed_at, fresh_seed(rng)) for killed_at in (rng.randrange(1, 6), rng.randrange(7, 12))],
+    WRONG,
+    _watch,
+    right=_DrawsAgain,
+)
