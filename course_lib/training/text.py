@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from course_lib.devices import rank_device
 from course_lib.training.data import source_files
 from course_lib.training.loop import loss_of
 from course_lib.training.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def speak(
         raise ValueError("prompt is ''; give at least one character, from which the model goes on")
     generator = torch.Generator("cpu").manual_seed(seed)
     for _ in range(num_tokens):
-        logits_BV = model(tokens_BS[:, -MOST_TOKENS:])[:, -1].float()
+        logits_BV = model(tokens_BS[:, -MOST_TOKENS:].to(rank_device()))[:, -1].float().cpu()
         chosen_B1 = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
         tokens_BS = torch.cat([tokens_BS, chosen_B1], 1)
     return tokenizer.decode(tokens_BS[0])
@@ -63,8 +64,9 @@ def bits_per_byte(model: nn.Module, tokens_T: Tensor, tokenizer: Tokenizer, seq_
     rows = (len(tokens_T) - 1) // seq_len
     if rows < 1:
         raise ValueError(f"the text has {len(tokens_T)} tokens; seq_len {seq_len} needs at least {seq_len + 1}")
-    y_BS = tokens_T[1 : rows * seq_len + 1].view(rows, seq_len)
-    nats = loss_of(model, tokens_T[: rows * seq_len].view(rows, seq_len), y_BS).item() * y_BS.numel()
+    tokens_T = tokens_T[: rows * seq_len + 1].to(rank_device())
+    x_BS, y_BS = tokens_T[:-1].view(rows, seq_len), tokens_T[1:].view(rows, seq_len)
+    nats = loss_of(model, x_BS, y_BS).item() * y_BS.numel()
     return nats / math.log(2) / len(tokenizer.to_bytes(y_BS.flatten()))
 
 

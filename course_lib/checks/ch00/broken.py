@@ -52,11 +52,6 @@ def _of_the_fewest(values, batch_size, group):
     return _by_counts(values[: shortest // batch_size * batch_size or shortest], batch_size, group)
 
 
-def _of_full_batches(values, batch_size, group):
-    rounds = int(comm.all_reduce(torch.tensor(float(-(-len(values) // batch_size))), group, op="max"))
-    return comm.all_reduce(values.sum(), group) / (rounds * batch_size * group.size())
-
-
 class _Joins(Summary):
     """Right: a rank without values adds empty batches until all are done."""
 
@@ -84,7 +79,6 @@ _wrong = {
         comm.all_reduce(values.mean(), group, op="mean")
     ),
     "the mean lacks the values of ranks that have more batches than others": _of_the_fewest,
-    "the sum is right, and it is divided by more values than there are": _of_full_batches,
 }
 WRONG = {"your ranks wait for each other for ever": Stops(Summary)} | {told: _summed(of) for told, of in _wrong.items()}
 check_summary = Exercise(

@@ -58,38 +58,35 @@ class _DrawsFromTorch(SometimesBlock):
 
 def _watch(answer, seed):
     """Beside the model, the same blocks without recomputation take the ways that it took forward."""
-    model, grads_off, ways, runs = build(_SMALL, dtype=torch.float64), [], [], []
+    model, runs = build(_SMALL, dtype=torch.float64), []
     blocks = list(model.blocks)
     for number, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
-    mine, again = nn.ModuleList(answer(block, seed + number) for number, block in enumerate(blocks)), []
+    mine, params = nn.ModuleList(answer(block, seed + n) for n, block in enumerate(blocks)), list(model.parameters())
+
+    def way_and_gradients(of, text_BS):
+        runs.clear()
+        model.blocks = nn.ModuleList(of)
+        loss = loss_of(model, text_BS[:, :-1], text_BS[:, 1:])
+        way = list(runs)
+        loss.backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for param in params:
+            param.grad = None
+        return way, len(runs) > len(way), torch.nn.utils.parameters_to_vector(grads)
+
+    off, recomputed, ways = 0, 0, []
     for step in range(_STEPS):
-        text_BS, grads = (100 * numbers(seed + step, 2, 9)).long() % 256, []
-        for way in (mine, None):
-            model.blocks, model_runs = (mine if way else nn.ModuleList(blocks[n] for n in ways[-1])), len(runs)
-            loss = loss_of(model, text_BS[:, :-1], text_BS[:, 1:])
-            if way:
-                ways.append(runs[model_runs:])
-            forward_runs = len(runs)
-            loss.backward()
-            again += [runs[forward_runs:] != [] or not ways[-1]] if way else []
-            grads.append([p.grad for block in blocks for p in block.parameters()])
-            for param in [*model.parameters(), *(p for block in blocks for p in block.parameters())]:
-                param.grad = None
-        grads_off.append(any(not _same(*pair) for pair in zip(*grads, strict=True)))
+        text_BS = (100 * numbers(seed + step, 2, 9)).long() % 256
+        way, again, got = way_and_gradients(mine, text_BS)
+        _, _, right = way_and_gradients([blocks[number] for number in way], text_BS)
+        off, recomputed, ways = off + (not torch.allclose(got, right)), recomputed + (again or not way), [*ways, way]
     return {
-        "steps whose gradients are not those of their forward pass": sum(grads_off),
-        "steps that recompute what they ran": sum(again),
+        "steps whose gradients are not those of their forward pass": off,
+        "steps that recompute what they ran": recomputed,
         "steps take different ways": len({tuple(way) for way in ways}) > 1,
         "the share of blocks that ran is near a half": 0.05 < sum(map(len, ways)) / (_STEPS * len(blocks)) < 0.95,
     }
-
-
-def _same(got, right) -> bool:
-    """Whether two gradients agree, where none is as good as zeros."""
-    if got is None or right is None:
-        return all(grad is None or not grad.any() for grad in (got, right))
-    return torch.allclose(got, right)
 
 
 WRONG = {

@@ -107,10 +107,5 @@ WRONG = {
     "every row is taken once in an epoch, but all epochs have the same order": _SameSeed,
 }
 check_row_trainer = Exercise(
-    _SeedOfTheEpoch,
-    lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))],
-    WRONG,
-    _watch,
-    ranks=True,
-    right=_OrderOfRank0,
+    _SeedOfTheEpoch, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, ranks=True, right=_OrderOfRank0
 )

@@ -1,7 +1,6 @@
 """Table of chapter 12, exercise 7: a broken program, which repeats rows after it was resumed."""
 
 import io
-from collections import Counter
 
 import torch
 from torch import nn
@@ -85,48 +84,39 @@ class _NewMoments(_DrawsAgain):
         super().load(state | {"optimizer": self.optimizer.state_dict()})
 
 
-def _built(answer, rows_ND, seen):
-    """Return a run of a new model that notes which rows it is given."""
-    torch.manual_seed(0)
-    model = nn.Linear(rows_ND.shape[1] - 1, 1, dtype=torch.float64)
-    model.register_forward_pre_hook(lambda _, args: seen.extend(args[0][:, 0].long().tolist()))
-    return answer(model, rows_ND, 4)
+def _run(answer, rows_ND, stops):
+    """Return the rows that a run took, and the weights at its end; at each stop it is saved, built anew, and loaded."""
+    taken, state = [], None
+    for stop in stops:
+        model = nn.Linear(rows_ND.shape[1] - 1, 1, dtype=torch.float64)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        model.register_forward_pre_hook(lambda _, args: taken.extend(args[0][:, 0].long().tolist()))
+        made = answer(model, rows_ND, 4)
+        if state is not None:
+            made.load(state)
+        made.train(stop)
+        file = io.BytesIO()
+        torch.save(made.state(), file)
+        state = torch.load(io.BytesIO(file.getvalue()))
+    return taken, model.weight.detach()
 
 
 def _watch(answer, killed_at, seed):
-    """One run is never stopped; the other is saved, built anew, and loaded. A row begins with its number."""
-    rows_ND = torch.cat([torch.arange(_ROWS)[:, None], numbers(seed, _ROWS, 3)], dim=1)
-    weights, taken = [], []
-    for stops in ([], [killed_at]):
-        seen: list[int] = []
-        made = _built(answer, rows_ND, seen)
-        for stop in stops:
-            made.train(stop)
-            file = io.BytesIO()
-            torch.save(made.state(), file)
-            file.seek(0)
-            made = _built(answer, rows_ND, seen)
-            made.load(torch.load(file))
-        made.train(3 * _ROWS // 4)
-        weights.append([param.detach().clone() for param in made.model.parameters()])
-        taken.append(seen)
-    counts = Counter(taken[1])
-    times = [counts[row] for row in range(_ROWS)]
+    """A row begins with its number."""
+    rows_ND, end = torch.cat([torch.arange(_ROWS)[:, None], numbers(seed, _ROWS, 3)], dim=1), 3 * _ROWS // 4
+    (right, weights), (taken, got) = (_run(answer, rows_ND, stops) for stops in ([end], [killed_at, end]))
+    times = [taken.count(row) for row in range(_ROWS)]
     return {
         "times that rows are taken in 3 epochs, fewest and most": [min(times), max(times)],
-        "epochs have different orders": taken[0][:_ROWS] != taken[0][_ROWS : 2 * _ROWS],
-        "rows come in the order of the run that was not stopped": taken[0] == taken[1],
-        "weights are those of the run that was not stopped": all(
-            torch.equal(*pair) for pair in zip(*weights, strict=True)
-        ),
+        "epochs have different orders": right[:_ROWS] != right[_ROWS : 2 * _ROWS],
+        "rows come in the order of the run that was not stopped": taken == right,
+        "weights are those of the run that was not stopped": torch.equal(got, weights),
     }
 
 
 WRONG = {
-    "after it was resumed, the run takes some rows too often and others too seldom": [
-        ResumableRun,
-        _saving("numbers"),
-    ],
+    "after it was resumed, the run takes some rows too often and others too seldom": [ResumableRun, _saving("numbers")],
     "every row is taken as often as it should, but in another order than without the stop": _saving("waiting"),
     "the rows are right, and the weights are not those of the run that was not stopped": _NewMoments,
 }
