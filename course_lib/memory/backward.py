@@ -65,6 +65,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     counts = layers_of(config, layout)
     layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
     end, logits = last_terms(part) if is_last else ({}, 0)
+    targets = end.pop("targets", 0) if layout.tp == 1 else 0  # the micro-batch has them until it is done
     first = first_terms(part)
     start = _total(first) if stage == 0 else first["RoPE's tables"]
     sorts = {layer: config.has_experts(layer) for layer in layers}
@@ -89,9 +90,10 @@ def stage_of(part: Part, stage: int) -> Stage:
         waiting += waits[sort]
     stream = part.own_rows * config.d_model * part.r
     moments.append(Moment("embedding", ("embed", True), waiting + (0 if part.is_away else start), 0, stream))
+    moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
     if part.is_away:
-        return Stage(0, 0, waiting, tuple(moments), total + logits)
-    return Stage(total, logits, waiting, tuple(moments))
+        return Stage(targets, 0, waiting, moments, total + logits)
+    return Stage(targets + total, logits, waiting, moments)
 
 
 def _total(terms: dict[str, int]) -> int:

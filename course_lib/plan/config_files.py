@@ -144,12 +144,13 @@ _TEMPLATES = Path(__file__).parents[1] / "templates"
 _PLACE = re.compile(r"<(\??)([\w.-]+)>")
 
 
-def _fill(template: str, run: Run, **more: object) -> str:
+def _fill(template: str, run: Run | None = None, **more: object) -> str:
     """Return a template's text for a run: <layout.tp> is a field of the run's layout, <name> one of `more`.
 
     A line is left out where a value of it is None, and with <?name> unless that is true.
     """
-    known = {"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe, **more}
+    parts = {"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe} if run else {}
+    known = parts | more
 
     def value_of(path: str) -> object:
         value = known
@@ -423,18 +424,9 @@ def accelerate_fsdp2(
     """
     if not wrap or any("," in name for name in wrap):
         raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
-    fields = {
-        "version": 2,
-        "reshard_after_forward": reshard_after_forward,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ",".join(wrap),
-        "offload_params": offload_params,
-        "activation_checkpointing": recompute,
-        "cpu_ram_efficient_loading": load_on_first_rank,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
-    world = _accelerate("FSDP", precision, num_processes, machines)
-    return world | {"fsdp_config": {f"fsdp_{name}": value for name, value in fields.items()}}
+    fields = {"reshard_after_forward": reshard_after_forward, "offload_params": offload_params, "recompute": recompute}
+    fields |= {"wrap": ",".join(wrap), "load_on_first_rank": load_on_first_rank}
+    return _accelerate("FSDP", precision, num_processes, machines, **fields)
 
 
 @checked
@@ -451,27 +443,20 @@ def accelerate_deepspeed_file(
     return config | {"deepspeed_config": named_file | launcher}
 
 
-def _accelerate(kind: str, precision: str | None, num_processes: int, machines: int) -> dict:
-    """What every file of Accelerate's begins with: precision, processes, and where machines meet.
+def _accelerate(kind: str, precision: str | None, num_processes: int, machines: int, **fields: object) -> dict:
+    """Accelerate's YAML: precision, processes, where machines meet, and the fields of FSDP2.
 
     Each machine sets its own machine_rank, all of them the address of machine 0 and a port free on it.
     """
+    import yaml  # only here: a plan needs none
+
     if num_processes % machines != 0:
         raise ValueError(
             f"num_processes ({num_processes}), of all machines, must be divisible by their number ({machines})"
         )
-    meet = {"main_process_ip": "head-node", "main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind,
-        **({} if precision is None else {"mixed_precision": "no" if precision == "fp32" else precision}),
-        "num_processes": num_processes,
-        "num_machines": machines,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "use_cpu": False,
-        **({} if machines == 1 else meet),
-    }
+    named = "no" if precision == "fp32" else precision
+    world = {"kind": kind, "precision": named, "num_processes": num_processes, "machines": machines}
+    return yaml.safe_load(_fill("accelerate.yaml", **world, several=machines > 1, **fields))
 
 
 def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:

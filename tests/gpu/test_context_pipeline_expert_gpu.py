@@ -136,14 +136,14 @@ def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(sequence_sharding, reco
     blocks = [torch.cat([k_BKSH, v_BKSH], -1)[..., place, :] for place in places]
     got = {"out": torch.empty_like(q_BNSH), "dq": torch.empty_like(q_BNSH)}
     dkv_BKSU = torch.zeros(*k_BKSH.shape[:-1], 2 * k_BKSH.shape[-1], device=device)
-    plan = tiles.Plan(sequence_sharding)
+    tiling = tiles.Tiling(sequence_sharding)
     for rank, place in enumerate(places):
         order = [(rank - step) % size for step in range(size)]
         mine = [(other, blocks[other]) for other in order]
         q_BNsH, grad_BNsH, shares = q_BNSH[..., place, :], grad_BNSH[..., place, :], Shares()
-        out_BNsH, lse_BNs = tiles.forward_over(q_BNsH, mine, rank, plan)
+        out_BNsH, lse_BNs = tiles.forward_over(q_BNsH, mine, rank, tiling)
         saved = (q_BNsH, out_BNsH.to(q_BNsH.dtype), lse_BNs)
-        dq_BNsH, _ = tiles.backward_over(saved, grad_BNsH, mine, rank, plan, shares)
+        dq_BNsH, _ = tiles.backward_over(saved, grad_BNsH, mine, rank, tiling, shares)
         got["out"][..., place, :], got["dq"][..., place, :] = out_BNsH.to(q_BNsH.dtype), dq_BNsH.to(q_BNsH.dtype)
         for other, share in shares:
             dkv_BKSU[..., places[other], :] += share

@@ -99,14 +99,16 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe, recomputes", [("fp32", ["none", "full"]), ("bf16-master", ["selective"])])
 @pytest.mark.parametrize("case", CASES)
-def test_states_are_measured_to_the_byte_and_activations_within_a_fraction_of_a_kilobyte(case, recipe, recomputes):
+def test_states_and_what_is_saved_are_measured_to_the_byte(case, recipe, recomputes):
+    """But for losses and counts, a few numbers each; of a block that is made again, within one percent."""
     config = with_moe(TOY, **CASES[case])
     for recompute in recomputes:
         found = profile_step(config, 4, 64, recipe, recompute=recompute)
         for kind in ("parameters", "gradients", "optimizer"):
             assert found.row(kind).predicted_bytes == found.row(kind).measured_bytes, kind
         row = found.row("activations")
-        assert 0 <= row.measured_bytes - row.predicted_bytes < 200  # losses and counts, a few numbers each
+        near = 0.01 * row.measured_bytes if recompute == "full" else 200
+        assert 0 <= row.measured_bytes - row.predicted_bytes < near
         assert abs(found.row("peak").error_percent) < (12 if recompute == "full" else 1)  # gradients beside a turn
 
 
