@@ -69,20 +69,20 @@ def number(
     below: float | None = None,
 ) -> None:
     """Raise unless the value is a finite number within the limits; `above` and `below` are not reached themselves."""
-    limits = {"at least": least, "above": above, "at most": most, "below": below}
-    limited = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-    required = f"give a finite number{' ' if limited else ''}{limited}"
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} is {show(value)}; {required}")
-    inside = (
-        math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if (
+        is_number
+        and math.isfinite(value)
         and (least is None or value >= least)
         and (most is None or value <= most)
         and (above is None or value > above)
         and (below is None or value < below)
-    )
-    if not inside:
-        raise ValueError(f"{name} is {show(value)}; {required}")
+    ):
+        return  # before the text of an error that is seldom needed
+    limits = {"at least": least, "above": above, "at most": most, "below": below}
+    limited = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+    required = f"give a finite number{' ' if limited else ''}{limited}"
+    raise (ValueError if is_number else TypeError)(f"{name} is {show(value)}; {required}")
 
 
 def truth(name: str, value: object) -> None:
@@ -93,7 +93,9 @@ def truth(name: str, value: object) -> None:
 
 def one_of(name: str, value: object, known: Sequence) -> None:
     """Raise unless the value is one of the known ones, with the nearest of them."""
-    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in known):
+    if (type(value) is str and value in known) or any(
+        value is choice or (type(value) is type(choice) and value == choice) for choice in known
+    ):
         return
     near = (
         difflib.get_close_matches(value, [word for word in known if isinstance(word, str)], n=1)

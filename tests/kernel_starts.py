@@ -34,10 +34,10 @@ def pytest_configure(config):
     from jupyter_client.provisioning import local_provisioner  # only where nbval runs
     from nbval import kernel
 
-    from tests.warm_kernels import Warm
+    from tests import warm_kernels
 
-    if hasattr(os, "pidfd_open"):
-        warm = Warm()
+    if warm_kernels.is_possible():
+        warm = warm_kernels.Warm()
         local_provisioner.launch_kernel = warm.launch_kernel
         config.add_cleanup(warm.close)
 

@@ -21,6 +21,7 @@ CONCLUSIONS = [  # lesson, cell that asserts, what the prose after it says
     ("07_context_parallel", "which-run", "Choose in this order"),
     ("08_pipeline_parallel", "zero3-estimate", "*So the choice depends on the tokens per micro-batch"),
     ("09b_expert_parallel", "hides-run", "*So keep wide experts in a node"),
+    ("10_five_d", "ways-networks", "*So take the largest micro-batch that fits*"),
     ("10_five_d", "ways-networks", "*So measure the network before you choose.*"),
     ("10_five_d", "experts-choose", "*So with experts"),
     ("11_finding_a_configuration", "sensitivity", "*So measure before you trust a planner"),

@@ -8,6 +8,7 @@ import pytest
 from kernel_starts import started
 from kernels import still_there
 from nbformat import v4, write
+from warm_kernels import is_possible
 
 from course_lib import authoring
 
@@ -94,7 +95,7 @@ WARM = {
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="kernels are forked where pidfd is: on Linux")
+@pytest.mark.skipif(not is_possible(), reason="kernels are forked where pidfd is: on Linux")
 def test_a_warm_kernel_launches_draws_and_leaves_no_process(tmp_path):
     cells = [
         v4.new_code_cell(

@@ -20,6 +20,15 @@ import threading
 # --- in the process of pytest
 
 
+def is_possible():
+    """Whether a process can be watched by a pidfd here: on Linux from 5.3 on."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 class Warm:
     """The warm process, started at the first kernel; `launch_kernel` stands in for jupyter_client's function."""
 

@@ -4,7 +4,9 @@
     run.difference                                     # the largest of any number on any rank
     run.sent_bytes                                     # of each rank
     run = on_ranks(Zero1, as_trainer, 2, num_micro_batches=3)
-    run.errors["embed.weight"], run[0].held["gradients"], run[0].timeline.peak_bytes
+    run.errors["embed.weight"]
+    run = on_ranks(Zero1, as_counted_trainer)
+    run[0].held["gradients"], run[0].timeline.peak_bytes
 
 `as_sum` and the others (trials.py) say what kind of program it is: what it is given, and what one process does.
 """

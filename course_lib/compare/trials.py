@@ -72,7 +72,7 @@ def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None
 def as_trainer(
     record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
 ) -> None:
-    """Compare the loss, each gradient, and the parameters after two steps of AdamW; count what is sent and held.
+    """Compare the loss, each gradient, and the parameters after two steps of AdamW; count what a step sends.
 
     A gradient is what a step of SGD took away, which shows a wrong factor that AdamW's first step hides. Each rank
     brings its own sequences; a class with `same_tokens = True` all of them. A class with a `config` trains that model.
@@ -93,13 +93,13 @@ def as_trainer(
             for name, param in right.items():
                 record.match(name, before[name] - full[name], before[name] - param)
     record.match("after AdamW", _flat(full), _flat(right))
-    count_bytes(record, trainer, parts(0, num_micro_batches), parts(1, num_micro_batches))
+    count_bytes(record, trainer, parts(0, num_micro_batches))
 
 
 def as_counted_trainer(
     record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
 ) -> None:
-    """Count what is sent and held as as_trainer does, and compare nothing."""
+    """Count what is sent in a step and held over the next one, and compare nothing."""
     parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences, seq_len) for step in range(2)]
     count_bytes(record, trainer, *parts)
 

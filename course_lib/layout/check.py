@@ -51,7 +51,7 @@ def check_layout(layout: Layout) -> None:
 
 def check_layout_and_model(layout: Layout, config: ModelConfig, seq_len: int | None = None) -> None:
     """Raises ValueError if this model, or sequences of this length, cannot lie so."""
-    _raise_first(layout, _LAYOUT_CHECKS + _model_checks(config, seq_len), config)
+    _raise_first(layout, _LAYOUT_CHECKS + _model_checks(config, seq_len), config, passed=len(_LAYOUT_CHECKS))
 
 
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
@@ -250,8 +250,10 @@ def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check
 # --- the first that fails, and what is nearest to it
 
 
-def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None) -> None:
-    for index, (check, names) in enumerate(checks):
+def _raise_first(
+    layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None, passed: int = 0
+) -> None:  # the first so many checks a layout passed when it was made
+    for index, (check, names) in enumerate(checks[passed:], passed):
         refusal = _refusal(check, layout)
         if refusal and _NEAREST not in refusal:
             # what passes all, else what passes so far, so that who follows the advice comes further, else this one
