@@ -23,7 +23,7 @@ from typing import IO
 
 from course_lib.launch._fork_server import EXIT
 
-_PRELOAD_IF_USED = ("accelerate", "nbformat", "pytest", "transformers")  # slow as well, but not every notebook uses them
+_PRELOAD_IF_USED = ("accelerate", "nbformat", "pytest", "transformers")  # slow too, but few notebooks use them
 _NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
 START_LIMIT_S = 120.0
 

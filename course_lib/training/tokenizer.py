@@ -45,10 +45,10 @@ class Tokenizer:
         return len(self.bytes_of)
 
     def encode(self, text: str | bytes) -> Tensor:
-        """The tokens of a text. Shapes -> tokens_T"""
+        """The tokens of a text, on the CPU. Shapes -> tokens_T"""
         raw = text.encode() if isinstance(text, str) else text
         tokens = [token for word in WORD.findall(raw) for token in self._tokens_of(word)]
-        return torch.tensor(tokens, dtype=torch.long)
+        return torch.tensor(tokens, dtype=torch.long, device="cpu")  # also on a rank whose new tensors are on a GPU
 
     def decode(self, tokens_T: Tensor) -> str:
         """The text of tokens; where they end within a character of several bytes, a replacement character."""

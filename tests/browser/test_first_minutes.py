@@ -17,13 +17,14 @@ pytestmark = pytest.mark.browser
 OPEN = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 # A notebook, the cell that its text sends the reader to, and what appears below it.
 ALONE = [
+    ("index", "speak", ".jp-OutputArea-output pre"),
     ("index", "demo", ".jp-OutputArea-output pre"),
     ("01_single_gpu_memory_in_depth", "widget", ".jupyter-widgets"),
     ("08_pipeline_parallel_in_depth", "puzzle", ".jupyter-widgets"),
 ]
 
 
-@pytest.mark.parametrize(("name", "cell", "shown"), ALONE, ids=[name for name, _, _ in ALONE])
+@pytest.mark.parametrize(("name", "cell", "shown"), ALONE, ids=[f"{name}_{cell}" for name, cell, _ in ALONE])
 def test_the_cell_that_the_text_names_runs_alone_in_a_fresh_kernel(lab, page, name, cell, shown):
     notebook = put_notebook(lab, authoring.read(ROOT / "notebooks" / f"{name}.ipynb"))
     place = [one["id"] for one in notebook.cells].index(cell)
@@ -43,7 +44,7 @@ def test_the_cell_that_the_text_names_runs_alone_in_a_fresh_kernel(lab, page, na
     )
     assert here.locator(ERROR_OUTPUT).all_inner_texts() == []
     assert here.locator(".jp-InputPrompt").inner_text() == "[1]:", "another cell ran before"
-    screenshot(page, f"alone_{name}")
+    screenshot(page, f"alone_{name}_{cell}")
 
 
 @pytest.fixture
