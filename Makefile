@@ -49,7 +49,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
-        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -189,6 +189,11 @@ test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 1 to 3, against one process
 test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual nodes (Debian or Ubuntu, as root)
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"
 	$(RUN) tests/slurm/cluster.py -- $(RUN) -m pytest -rs -p no:cacheprovider tests/slurm
+
+test-kernels: setup  ## kernels in Triton's interpreter, and compiled for an H100 without one; Triton takes 1 GB
+	@$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,kernels]"
+	COURSE_KERNELS=interpreter $(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/kernels
+	COURSE_KERNELS=gpu $(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/kernels/test_compiled.py tests/kernels/test_formulas.py
 
 nightly: setup  ## what takes long or installs other programs, where files that it touches have changed; results in docs/NIGHTLY.md
 	$(RUN) tests/nightly.py

@@ -26,6 +26,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     measure/       bytes on the wire and in memory, counted
 2. The program being parallelised
     model/         Llama, GPT, experts, latent attention
+    kernels/       programs for one GPU, in Triton's words, run and counted on any machine
     training/      the reference on one device: text, precision, offload, loop
 3. In parallel
     minimal/                 the smallest whole program of a technique, which a lesson shows

@@ -2,9 +2,11 @@
 
 jupyter_client looks for five free ports, closes them, and has the kernel open them a second later. Where launches open
 hundreds of sockets in that second, one of the five may be taken, and the kernel dies before it has answered. A kernel
-that dies three times in a row is an error.
+that dies three times in a row is an error. And the kernels keep a learner's sheet in a folder of their own.
 """
 
+import os
+import tempfile
 import warnings
 
 TRIES = 3
@@ -28,6 +30,7 @@ def pytest_configure(config):
     """Let nbval start its kernels through `started`, and from a warm process where there is pidfd."""
     if not config.pluginmanager.hasplugin("nbval"):
         return
+    os.environ["COURSE_SHEETS"] = tempfile.mkdtemp(prefix="sheets-")
     from jupyter_client.provisioning import local_provisioner  # only where nbval runs
     from nbval import kernel
 

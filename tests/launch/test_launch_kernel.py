@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kernels import Kernel, remaining, still_there
+from jupyter_kernels import Kernel, remaining, still_there
 
 from course_lib.launch.limits import slowness
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kernels import Kernel, remaining
+from jupyter_kernels import Kernel, remaining
 
 from course_lib import checkpoint
 from course_lib.authoring import ROOT

@@ -1,0 +1,114 @@
+"""What kernels ask memory for, by arithmetic; what a GPU does with it: roofline and occupancy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from course_lib.hardware import GPU, peak_flops
+from course_lib.validate import Amount, Bytes, Positive, Size, check_fields, checked
+
+
+@checked
+def softmax_bytes(rows: Size, n: Size, itemsize: Size = 4) -> tuple[int, int]:
+    """Bytes by four kernels and by one: 6 R N + 4 R elements (x and e are read twice), and 2 R N."""
+    return itemsize * (6 * rows * n + 4 * rows), itemsize * 2 * rows * n
+
+
+@checked
+def product_bytes(M: Size, N: Size, K: Size, tile_m: Size, tile_n: Size, itemsize: Size = 2) -> tuple[int, int]:
+    """Bytes loaded and stored by a tiled product: each row of tiles reads all of B, each column all of A.
+
+    M N K (1 / BM + 1 / BN) elements where tiles divide M and N; BK is not in it.
+    """
+    rows, columns = -(-M // tile_m), -(-N // tile_n)
+    return itemsize * (columns * M * K + rows * K * N), itemsize * M * N
+
+
+@checked
+def flash_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, itemsize: Size = 2) -> int:
+    """Bytes of FlashAttention's forward under a causal mask: q and o once, log-sum-exps in FP32, and k and v of the
+    n (n + 1) / 2 pairs of tiles that the mask leaves."""
+    n = seq_len // tile
+    pairs = n * (n + 1) // 2
+    return heads * (itemsize * (2 * seq_len * head_dim + 2 * tile * head_dim * pairs) + 4 * seq_len)
+
+
+@checked
+def three_kernel_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, itemsize: Size = 2) -> int:
+    """Bytes of the same by scores, softmax and product: the scores go to memory and back twice."""
+    n = seq_len // tile
+    scores = n * 2 * seq_len * head_dim + seq_len**2
+    softmax = 2 * seq_len**2
+    product = seq_len**2 + n * seq_len * head_dim + seq_len * head_dim
+    return heads * itemsize * (scores + softmax + product)
+
+
+@dataclass(frozen=True)
+class Roof:
+    """A kernel under the roofline of a GPU: modelled, with peak rates.
+
+    intensity   FLOP a byte
+    ridge       FLOP a byte from which a kernel can be bound by computing
+    """
+
+    flops: Amount
+    num_bytes: Positive
+    flops_per_s: Positive
+    bytes_per_s: Positive
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.num_bytes
+
+    @property
+    def ridge(self) -> float:
+        return self.flops_per_s / self.bytes_per_s
+
+    @property
+    def bound_by(self) -> str:
+        return "computing" if self.intensity >= self.ridge else "memory"
+
+    @property
+    def seconds(self) -> float:
+        """The longer of computing and moving: least time, as if each hid the other and both ran at their peaks."""
+        return max(self.flops / self.flops_per_s, self.num_bytes / self.bytes_per_s)
+
+
+@checked
+def roof(gpu: GPU, flops: Amount, num_bytes: Positive) -> Roof:
+    """A kernel of so many FLOPs and bytes under the roofline of a GPU, with bf16 products."""
+    return Roof(flops, num_bytes, peak_flops(gpu), gpu.memory_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What the programs on one multiprocessor (SM) share, and what one of them may have.
+
+    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100)
+    """
+
+    name: str
+    registers: Size = 65_536
+    shared_bytes: Bytes = 228 * 1024
+    threads: Size = 2048
+    reserved_bytes: Bytes = 1024  # of shared memory, for each program
+
+
+HOPPER, AMPERE = Multiprocessor("Hopper"), Multiprocessor("Ampere, A100", shared_bytes=164 * 1024)
+
+
+@checked
+def occupancy(registers: Size, shared_bytes: Bytes, warps: Size, of: Multiprocessor = HOPPER) -> float:
+    """Share (0 to 1) of the threads of a multiprocessor that a kernel fills, by what runs out first.
+
+    registers      of a thread: handed out in eights
+    shared_bytes   of a program
+    warps          of a program, 32 threads each
+    """
+    threads = 32 * warps
+    by_registers = of.registers // (-(-registers // 8) * 8 * threads)
+    by_shared = of.shared_bytes // (shared_bytes + of.reserved_bytes)
+    return min(by_registers, by_shared, of.threads // threads) * threads / of.threads

@@ -1,0 +1,257 @@
+"""One job of the learner's through all chapters: what each technique would hold, send and wait for on it.
+
+    sheet("my-8b", model="llama-3.1-8b", gpus=16)       # chapter 01: choose; the choice stays in a file
+    sheet("my-8b").upto("04")                           # the end of a lesson: its rows, and what comes next
+    sheet("my-8b").decide("dp=16,zero_stage=3,micro_batches=8")      # the learner's own layout, kept as well
+
+The file, runs/sheets/NAME.json beside notebooks/, holds words alone: the job and the layouts decided on. Every number
+is worked out anew by `estimate`, so a sheet is never older than the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from course_lib.estimate import Estimate
+from course_lib.hardware import GB, cluster_of, gpu
+from course_lib.layout import Layout
+from course_lib.plan.job import Job, work_out
+from course_lib.plan.search import search
+from course_lib.shapes import read_model
+from course_lib.traffic import sent
+from course_lib.validate import Size, check_fields, checked, read_json, show
+
+_HEAD = f"{'chapter, technique':30}{'holds':>9}  {'verdict':13}{'sends':>10}{'step':>10}  waits"
+_WAITS = ("tp", "cp", "ep", "bubble", "transfer", "waiting", "data")
+_CUTS_MEMORY = {  # what takes most of a card -> what cuts it
+    "parameters": "ZeRO-3 (04), tp (05) or pp (08)",
+    "gradients": "ZeRO-2 (04), tp (05) or pp (08)",
+    "optimizer": "ZeRO-1 (04)",
+    "activations": "recomputation (2b), sequence parallelism (06) or cp (07)",
+    "logits": "a loss in chunks (2b) or tp (05)",
+    "temporary": "a loss in chunks (2b) or tp (05)",
+    "gathered": "no prefetch, or tp (05)",
+}
+_CUTS_WAITING = {  # what a step waits for most -> what makes it less
+    "tp": "a smaller tp: it sends in every layer (05)",
+    "cp": "a smaller cp (07)",
+    "ep": "experts inside a node (09)",
+    "bubble": "more micro-batches, or interleaving (08)",
+    "transfer": "fewer stages (08)",
+    "waiting": "fewer stages (08)",
+    "data": "a larger micro-batch, or more of them for each sum (03)",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a learner trains, in words, as the file has it.
+
+    model          a preset's name, or a Hugging Face config.json
+    gpu, network   as `course plan` names them
+    per_node       GPUs of a node; gpus at most those of one node need not fill it
+    decided        layouts decided on, the newest last
+    """
+
+    model: str = "llama-3.1-8b"
+    gpus: Size = 16
+    gpu: str = "h100"
+    network: str = "efa"
+    per_node: Size = 8
+    seq_len: Size = 8192
+    batch_tokens: Size = 2**20
+    decided: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def job(self, gpus: int | None = None) -> Job:
+        """Return it as the planner takes it; with other GPUs, all else the same.
+
+        Raises   ValueError for names that are not known, and as `Job`
+        """
+        cluster = cluster_of(gpu(self.gpu), self.network, per_node=self.per_node)
+        config = read_model(self.model, self.seq_len).config
+        return Job(config, cluster, gpus or self.gpus, self.seq_len, self.batch_tokens)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A technique on the job: its estimate and bytes sent by the rank that sends most, or why it cannot be."""
+
+    chapter: str
+    name: str
+    estimate: Estimate | None = None
+    sent_bytes: int = 0
+    refusal: str = ""
+
+    def line(self) -> str:
+        told = f"{self.chapter} {self.name}".strip()
+        if self.estimate is None:
+            return f"{told:30}{self.refusal}"
+        one, waits = self.estimate, _waits_of(self.estimate)
+        share = sum(waits.values()) / one.step_s
+        most = f" most for {max(waits, key=waits.get)}" if share >= 0.001 else ""
+        return (
+            f"{told:30}{one.memory_bytes / GB:6.1f} GB  {one.verdict:13}{self.sent_bytes / GB:7.1f} GB"
+            f"{one.step_s:8.2f} s  {share:5.1%}{most}"
+        )
+
+
+def _waits_of(one: Estimate) -> dict[str, float]:
+    return {part: one.seconds_by_part[part] for part in _WAITS}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A name and a choice; its rows are worked out when they are asked for."""
+
+    name: str
+    choice: Choice
+
+    def rows(self, upto: str = "12") -> list[Row]:
+        """The techniques of the chapters up to this one, in their order, then the layouts decided on."""
+        techniques = [one for one in _techniques(self.choice) if one[0] <= upto]
+        rows = [self._row(*one) for one in techniques]
+        if upto >= "10":
+            best = search(self.choice.job()).best
+            rows.append(Row("10", "the planner's first", best, _sent(best)))
+        return rows + [
+            self._row("", "decided: layout " + str(n + 1), text) for n, text in enumerate(self.choice.decided)
+        ]
+
+    def upto(self, chapter: str) -> None:
+        """Print the sheet as far as a chapter has taught it, and what the job lacks then."""
+        rows, choice = self.rows(chapter), self.choice
+        print(f"{self.name}: {choice.model} on {choice.gpus} {gpu(choice.gpu).name}, {choice.seq_len:,} tokens,",
+              f"{choice.batch_tokens:,} a step (modelled)")  # fmt: skip
+        print(_HEAD, *(row.line() for row in rows), next_step(rows), sep="\n")
+
+    def decide(self, layout: str) -> Sheet:
+        """Keep a layout of the learner's own; return the sheet with it.
+
+        Raises   ValueError if the job cannot be trained so
+        """
+        work_out(self.choice.job(), Layout.parse(layout))
+        return _kept(replace(self, choice=replace(self.choice, decided=(*self.choice.decided, layout))))
+
+    def _row(self, chapter: str, name: str, layout: str, gpus: int | None = None) -> Row:
+        try:
+            job, cut = self.choice.job(gpus), Layout.parse(layout)
+            if cut.sequences_per_step != job.sequences:
+                return Row(chapter, name, refusal=f"not possible: {job.sequences:,} sequences over dp {cut.dp}")
+            one = work_out(job, cut)
+        except ValueError as refused:
+            return Row(chapter, name, refusal=f"not possible: {refused}".partition(";")[0])
+        return Row(chapter, name, one, _sent(one))
+
+
+def _sent(one: Estimate) -> int:
+    """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
+    ranks = one.layout.world_size
+    return max(sum(sent(one.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
+
+
+def _techniques(choice: Choice) -> list[tuple[str, str, str, int | None]]:
+    """(chapter, technique, layout, GPUs if not all) of each row: micro-batches of one sequence."""
+    job, gpus = choice.job(), choice.gpus
+    config, sequences, node = job.config, job.sequences, min(choice.per_node, gpus)
+    tp = max(n for n in range(1, node + 1) if gpus % n == config.num_heads % n == config.num_kv_heads % n == 0)
+    pp = next((n for n in range(2, gpus + 1) if gpus % n == config.num_layers % n == 0), gpus)
+
+    def cut(rest: str, by: int = 1) -> str:
+        dp = gpus // by
+        return f"dp={dp},micro_batches={max(1, sequences // dp)}{rest}"
+
+    rows = [
+        ("01", "one GPU", f"micro_batches={sequences}", 1),
+        ("02", "one GPU, recomputation", f"micro_batches={sequences},recompute=full", 1),
+        ("03", f"data parallel, dp {gpus}", cut(""), None),
+        ("04", "ZeRO-1", cut(",zero_stage=1"), None),
+        ("04", "ZeRO-3", cut(",zero_stage=3"), None),
+        ("05", f"tp {tp}, ZeRO-1", cut(f",tp={tp},zero_stage=1", tp), None),
+        ("06", "and sequence parallel", cut(f",tp={tp},sequence_parallel=true,zero_stage=1", tp), None),
+        ("07", "cp 2, ZeRO-3", cut(",cp=2,zero_stage=3", 2), None),
+        ("08", f"pp {pp}, ZeRO-1", cut(f",pp={pp},zero_stage=1", pp), None),
+    ]
+    if config.moe is not None:
+        ep = max(n for n in range(1, node + 1) if gpus % n == config.moe.num_experts % n == 0)
+        rows.append(("09", f"ep {ep}, ZeRO-1", cut(f",ep={ep},zero_stage=1"), None))
+    return rows
+
+
+def next_step(rows: list[Row]) -> str:
+    """One sentence: what is missing where nothing fits yet, else what the fastest that fits waits for most."""
+    told = [row for row in rows if row.estimate is not None]
+    fitting = [row for row in told if row.estimate.verdict == "fits"]
+    if not fitting:
+        nearest = min(told, key=lambda row: row.estimate.memory_bytes)
+        sizes = nearest.estimate.bytes_by_kind
+        kind = max(sizes, key=sizes.get)
+        over = nearest.estimate.memory_range[1] - nearest.estimate.usable_bytes
+        return (
+            f"Next: nothing fits yet. The nearest ({nearest.name}) needs up to {over / GB:.1f} GB more than there is,\n"
+            f"most for {kind} ({sizes[kind] / GB:.1f} GB). What cuts that: {_CUTS_MEMORY.get(kind, 'more GPUs')}."
+        )
+    best = min(fitting, key=lambda row: row.estimate.step_s)
+    waits = _waits_of(best.estimate)
+    part, share = max(waits, key=waits.get), max(waits.values()) / best.estimate.step_s
+    if share < 0.03:
+        return (
+            f"Next: {best.name} fits and waits for less than 3 % of its step; less waiting cannot win more than that."
+        )
+    told = f"Next: {best.name} is the fastest that fits; it waits {share:.1%} of its step for {part}."
+    return f"{told}\nWhat cuts that: {_CUTS_WAITING[part]}."
+
+
+def _folder() -> Path:
+    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder.
+
+    The environment variable COURSE_SHEETS names another.
+    """
+    if named := os.environ.get("COURSE_SHEETS"):
+        return Path(named)
+    here = Path.cwd()
+    root = next((path for path in (here, *here.parents[:2]) if (path / "notebooks").is_dir()), here)
+    return root / "runs" / "sheets"
+
+
+def _kept(one: Sheet) -> Sheet:
+    path = _folder() / f"{one.name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(one.choice), indent=2) + "\n", encoding="utf-8")
+    except OSError as refused:
+        print(f"the sheet is not kept: {path} cannot be written ({refused.strerror}); choose again in each notebook")
+    return one
+
+
+@checked
+def sheet(name: str, **choice) -> Sheet:
+    """Return the sheet of that name: with a choice, a new one; without, the one in the file, else the course's own job.
+
+    choice   fields of Choice: model, gpus, gpu, network, per_node, seq_len, batch_tokens
+
+    Raises   ValueError for a name that is no file's, a job that cannot be, or a file that no sheet wrote
+    """
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"name is {show(name)}; it must be letters, digits, - and _, such as my-8b")
+    if unknown := set(choice) - set(Choice.__dataclass_fields__):
+        raise ValueError(f"a sheet has no {', '.join(sorted(unknown))}; give {', '.join(Choice.__dataclass_fields__)}")
+    path = _folder() / f"{name}.json"
+    if not choice and not path.exists():
+        return Sheet(name, Choice())
+    if choice:
+        made = Choice(**choice)
+        made.job()
+        return _kept(Sheet(name, made))
+    told = read_json(path)
+    try:
+        made = Choice(**{**told, "decided": tuple(told.get("decided", ()))})
+        made.job()
+    except (TypeError, AttributeError, ValueError) as wrong:
+        raise ValueError(f"{path} is no sheet ({wrong}); delete it, or choose again in chapter 01") from None
+    return Sheet(name, made)
