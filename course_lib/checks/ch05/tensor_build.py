@@ -24,7 +24,7 @@ class ByTheEngine:
 
     def backward(self, micro_batches):
         for x_BS, y_BS in micro_batches:
-            (engine_of.loss_of(self.engine, x_BS, y_BS) / len(micro_batches)).backward()
+            (self.engine.token_losses(x_BS, y_BS).mean() / len(micro_batches)).backward()
 
     def update(self):
         self.optimizer.step()
