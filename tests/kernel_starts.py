@@ -2,7 +2,7 @@
 
 jupyter_client looks for five free ports, closes them, and has the kernel open them a second later. Where launches open
 hundreds of sockets in that second, one of the five may be taken, and the kernel dies before it has answered. A kernel
-that dies three times in a row is an error. And the kernels keep a learner's sheet in a folder of their own.
+that dies three times in a row is an error. And each kernel keeps a learner's sheet in a folder of its own.
 """
 
 import os
@@ -30,7 +30,6 @@ def pytest_configure(config):
     """Let nbval start its kernels through `started`, and from a warm process where there is pidfd."""
     if not config.pluginmanager.hasplugin("nbval"):
         return
-    os.environ["COURSE_SHEETS"] = tempfile.mkdtemp(prefix="sheets-")
     from jupyter_client.provisioning import local_provisioner  # only where nbval runs
     from nbval import kernel
 
@@ -42,4 +41,9 @@ def pytest_configure(config):
         config.add_cleanup(warm.close)
 
     once = kernel.start_new_kernel
-    kernel.start_new_kernel = lambda *args, **kwargs: started(lambda: once(*args, **kwargs))
+
+    def alone(*args, **kwargs):
+        os.environ["COURSE_SHEETS"] = tempfile.mkdtemp(prefix="sheets-")
+        return started(lambda: once(*args, **kwargs))
+
+    kernel.start_new_kernel = alone

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from kernel_starts import started
-from kernels import still_there
+from jupyter_kernels import still_there
 from nbformat import v4, write
 from warm_kernels import is_possible
 
