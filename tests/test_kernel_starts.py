@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from kernel_starts import started
 from jupyter_kernels import still_there
+from kernel_starts import started
 from nbformat import v4, write
 from warm_kernels import is_possible
 
