@@ -11,14 +11,12 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     schedules/     pipeline schedules as lists: built, checked, clocked
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts
     memory/        bytes that training holds
-    traffic/       bytes that ranks send
-    timing/        seconds of a collective, of a step
+    traffic/, timing/        bytes that ranks send; seconds of a collective, of a step
     estimate/      how much, how fast, does it fit: estimate(run, cluster, engine)
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     panels/        controls by name, and pure functions from their values to an SVG and a sentence
-    float_formats.py         what numbers become in FP32, BF16, FP16, FP8
-    palette.py, units.py     the colours of pictures; bytes and seconds in words
+    palette.py, units.py, float_formats.py    colours; bytes and seconds in words; numbers in FP32 to FP8
 1. A world of ranks
     compat.py, devices.py    differences between torch versions; the device of this rank
     launch/        launch(fn, world_size, *args) -> what each rank returned

@@ -53,7 +53,7 @@ def test_the_doctor_says_no_where_ranks_do_not_start(machine, monkeypatch, capsy
 
 
 def test_a_verdict_tells_memory_cores_and_gpus(machine):
-    chapter = doctor.Chapter("03_data_parallel", 4, 3 << 30, "ranks use NCCL")
+    chapter = doctor.Chapter("03_data_parallel", 4, "ranks use NCCL", memory_bytes=3 << 30)
     small = replace(machine, memory_bytes=1 << 30, gpus=[])
     assert doctor.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
     large = replace(machine, memory_bytes=8 << 30, cores=2, gpus=[GPU])

@@ -112,7 +112,7 @@ def test_the_chart_never_beats_the_search(case):
 @pytest.mark.parametrize("sequences", [64, 128, 256])
 def test_exercise_7_measures_with_the_fastest_and_not_with_the_advised_layout(sequences):
     """On these jobs the search advises one that is slower than the chart's."""
-    job = job_of("llama-3.1-8b", "h100", 64, sequences * 4 * K, 4 * K)
+    job = job_of("llama-3.1-70b", "h100", 64, sequences * 4 * K, 4 * K)
     chosen, found = choose(job).option, search(job, enough=1)
     assert found.best.step_s > chosen.step_s
     assert choice._fastest(job) == found.fastest and found.fastest.step_s <= chosen.step_s * (1 + 1e-9)

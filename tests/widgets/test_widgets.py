@@ -139,10 +139,10 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
 @pytest.mark.launches
 def test_a_toy_is_measured_on_real_ranks():
     charts, said = measure_zero(**ZERO.start | {"zero_stage": 2, "dp": 2})
-    assert charts[0].notes["parameters, measured"] == ", exact" and "zero_stage=2" in said
+    assert charts[0].notes["parameters, measured"].endswith(" MB, exact") and "zero_stage=2" in said
     values = LAYOUT.start | KNOWN["one laptop (toy), 8 ranks"][0] | {"dp": 1, "ep": 1}
     charts, said = measure_layout(**values)
-    assert "on 4 ranks" in said and charts[0].notes["parameters, measured"] == ", exact"
+    assert "on 4 ranks" in said and charts[0].notes["parameters, measured"].endswith(" MB, exact")
 
 
 # ---------------------------------------------------------------- without ipywidgets
