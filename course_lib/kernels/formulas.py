@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from course_lib.hardware import GPU, peak_flops
+from course_lib.timing.rates import roofline_s
 from course_lib.validate import Amount, Bytes, Positive, Size, check_fields, checked
 
 
@@ -45,16 +46,16 @@ def three_kernel_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, i
 
 @dataclass(frozen=True)
 class Roof:
-    """A kernel under the roofline of a GPU: modelled, with peak rates.
+    """A kernel under the roofline of a GPU, with bf16 products: modelled, with peak rates.
 
     intensity   FLOP a byte
     ridge       FLOP a byte from which a kernel can be bound by computing
+    seconds     least time, as if computing and moving hid each other: that of the clock (timing/rates.py)
     """
 
+    gpu: GPU
     flops: Amount
     num_bytes: Positive
-    flops_per_s: Positive
-    bytes_per_s: Positive
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,7 +66,7 @@ class Roof:
 
     @property
     def ridge(self) -> float:
-        return self.flops_per_s / self.bytes_per_s
+        return peak_flops(self.gpu) / self.gpu.memory_bytes_per_s
 
     @property
     def bound_by(self) -> str:
@@ -73,14 +74,7 @@ class Roof:
 
     @property
     def seconds(self) -> float:
-        """The longer of computing and moving: least time, as if each hid the other and both ran at their peaks."""
-        return max(self.flops / self.flops_per_s, self.num_bytes / self.bytes_per_s)
-
-
-@checked
-def roof(gpu: GPU, flops: Amount, num_bytes: Positive) -> Roof:
-    """A kernel of so many FLOPs and bytes under the roofline of a GPU, with bf16 products."""
-    return Roof(flops, num_bytes, peak_flops(gpu), gpu.memory_bytes_per_s)
+        return roofline_s(self.flops, self.num_bytes, self.gpu)
 
 
 @dataclass(frozen=True)

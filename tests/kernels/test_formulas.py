@@ -3,16 +3,16 @@
 import pytest
 
 from course_lib.hardware import gpu
-from course_lib.kernels.formulas import AMPERE, HOPPER, flash_bytes, occupancy, product_bytes, roof, three_kernel_bytes
+from course_lib.kernels.formulas import AMPERE, HOPPER, Roof, flash_bytes, occupancy, product_bytes, three_kernel_bytes
 
 
 def test_the_roof_of_an_h100():
-    small = roof(gpu("h100"), 2 * 256**3, sum(product_bytes(256, 256, 256, 128, 128)))
+    small = Roof(gpu("h100"), 2 * 256**3, sum(product_bytes(256, 256, 256, 128, 128)))
     assert small.ridge == pytest.approx(989e12 / 3.35e12, rel=0.01)
     assert small.intensity == pytest.approx(2 * 256**3 / (524_288 + 131_072))
     assert small.bound_by == "memory"
     assert small.seconds == pytest.approx(small.num_bytes / 3.35e12, rel=0.01)
-    large = roof(gpu("h100"), 2 * 8192**3, 3 * 2 * 8192**2)
+    large = Roof(gpu("h100"), 2 * 8192**3, 3 * 2 * 8192**2)
     assert large.bound_by == "computing"
     assert large.seconds == pytest.approx(2 * 8192**3 / 989e12, rel=0.01)
 
