@@ -1,4 +1,6 @@
-"""Numbers as a reader wants them: three digits, bytes and seconds with a unit that fits."""
+"""Numbers as a reader wants them: three digits, bytes and seconds with a unit that fits; tokens as 4M."""
+
+import re
 
 from course_lib.validate import Amount
 
@@ -54,3 +56,20 @@ def show_seconds(value_s: Amount) -> str:
     """Seconds with a fitting unit, such as `2.34 ms`."""
     unit = time_unit_for(value_s)
     return f"{three_digits(value_s / TIME_UNITS[unit])} {unit}"
+
+
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def read_tokens(text: str) -> int:
+    """4194304 or 4M: M is 2^20, K is 2^10, as batches and sequences are powers of two.
+
+    Raises   ValueError where the text is no whole number of tokens
+    """
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kKmM]?)", text)
+    tokens = float(match[1]) * _TOKENS[match[2].lower()] if match else 0.5
+    if match and "." not in match[1]:
+        tokens = int(match[1]) * _TOKENS[match[2].lower()]
+    elif tokens != int(tokens):
+        raise ValueError(f"{text!r} is no number of tokens; give one such as 4194304 or 4M (M is 2^20, K is 2^10)")
+    return int(tokens)

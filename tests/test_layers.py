@@ -11,25 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import course_lib
 from course_lib.authoring import ROOT
+from course_lib.authoring.readme import floors
 
 PACKAGE = ROOT / "course_lib"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
 
-def read_map(text: str) -> dict[str, set[str]]:
-    """Number of a floor -> its folders and files, without an ending."""
-    floors = {}
-    for line in text.splitlines():
-        if heading := re.match(r"(\d)\. ", line):
-            floors[heading.group(1)] = set()
-        elif entry := re.match(r"    ((?:\w+(?:/|\.py)[, ] *)+)\S", line):
-            floors[max(floors)] |= set(re.findall(r"(\w+)(?:/|\.py)", entry.group(1)))
-    return floors
-
-
-FLOORS = read_map(course_lib.__doc__)
+FLOORS = {floor: {name.removesuffix(".py").strip("/") for name in names} for floor, names in floors().items()}
 
 
 def lint(root: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,25 +15,10 @@ from course_lib.hardware import gpu as gpu_named
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
 from course_lib.memory.zero import Offload
 from course_lib.shapes import Shape, read_model, read_shapes
+from course_lib.units import read_tokens
 from course_lib.validate import one_of, whole
 
-FACTORS = {"": 1, "k": 2**10, "m": 2**20}
 FP16 = "fp16-master-fp32-grads"
-
-
-def read_tokens(text: str) -> int:
-    """4194304 or 4M: M is 2^20, K is 2^10, as batches and sequences are powers of two.
-
-    Raises   ValueError where the text is no whole number of tokens
-    """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kKmM]?)", text)
-    tokens = float(match[1]) * FACTORS[match[2].lower()] if match else 0.5
-    if match and "." not in match[1]:
-        tokens = int(match[1]) * FACTORS[match[2].lower()]
-    elif tokens != int(tokens):
-        raise ValueError(f"{text!r} is no number of tokens; give one such as 4194304 or 4M (M is 2^20, K is 2^10)")
-    return int(tokens)
-
 
 Tokens = Annotated[
     int,

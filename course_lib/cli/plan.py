@@ -14,7 +14,7 @@ from course_lib.cli.asked import Nodes, Techniques, Tokens, cluster_asked, compu
 from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
 from course_lib.plan import Job, Plan, explain, export, options_table, search
-from course_lib.plan.config_files import WRITERS
+from course_lib.plan.config_files import files_for
 from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
 
@@ -87,7 +87,7 @@ def write_files(best: Estimate, folder: Path, per_node: int, engine: str = "cour
     """
     writable("export", folder)
     files, refused = export(best, per_node)
-    own = [name for name, (reader, _) in WRITERS.items() if engine in (reader, "course")]
+    own = files_for(engine)
     folder.mkdir(parents=True, exist_ok=True)
     wrote = []
     for name in (name for name in files if name in own):

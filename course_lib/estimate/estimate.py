@@ -46,7 +46,7 @@ class Spread:
 
 # From benchmarks/errors.py --fit-rates: measured runs of nanotron on EFA, and published runs of other engines. A run on
 # 80 GB is a bound: it needed no more. On 64 nodes all pipelines waited, as the clock says; on fewer only some did.
-_SPREAD: dict[tuple[str, str], Spread] = {
+SPREAD: dict[tuple[str, str], Spread] = {
     ("measured network", "one stage"): Spread((0.88, 1.16), (0.70, 1.45)),
     ("measured network", "one stage, 64 nodes"): Spread((0.66, 1.10), (0.70, 4.05)),
     ("measured network", "pipeline"): Spread((0.90, 1.13), (0.35, 1.23)),
@@ -265,7 +265,7 @@ def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
     The memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue.
     """
     kind = "one stage" if run.layout.pp == 1 else "pipeline"
-    other = _SPREAD["other", kind]
+    other = SPREAD["other", kind]
     if not cluster.between.by_nodes:
         return other
     nodes = run.layout.world_size / cluster.gpus_per_node
@@ -273,7 +273,7 @@ def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
         kind += ", 64 nodes"
     elif nodes >= _MANY_NODES and kind == "pipeline":
         kind += ", 16 to 63 nodes"
-    there = _SPREAD["measured network", kind]
+    there = SPREAD["measured network", kind]
     return there if engine.queued_tensors else Spread(other.memory, there.speed)
 
 

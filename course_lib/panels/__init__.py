@@ -10,4 +10,6 @@ collectives.py  COLLECTIVE: latency against moving bytes; OVERLAP: buckets besid
 runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
 pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed by hand
 experts.py      EXPERTS: load, drops, bytes within and between nodes
+planner.py      PLANNER: a model or its config.json, GPUs, a batch -> layouts and files
+asked.py        all panels by name, asked in words and answered in plain data, for a host that is no Python
 """

@@ -25,7 +25,7 @@ from course_lib.palette import KINDS
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, of_table, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import bars
-from course_lib.plan import Job, search
+from course_lib.plan import Job, Plan, search
 from course_lib.plan.measured import MODELS
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
@@ -298,7 +298,11 @@ def _draw_plan(**values) -> Shown:
 
 def _draw_search(**values) -> Shown:
     """The fastest layouts that fit, as the planner ranks them, and the one that it takes."""
-    found = search(job_of(values))
+    return plan_shown(search(job_of(values)))
+
+
+def plan_shown(found: Plan) -> Shown:
+    """Bars of the layout that a plan takes and of the five fastest; in words the one that it takes."""
     runs = {_short(one.layout): one.run for one in (found.best, *found.ranked[:5])}
     title, best = f"Of {found.num_tried} layouts", found.best.layout
     charts, said = compared(title, runs, _short(best), found.job.cluster, found.job.engine)

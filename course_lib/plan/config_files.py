@@ -52,6 +52,11 @@ def export(option: Estimate, gpus_per_node: Size = 8) -> tuple[dict[str, str], d
     return files, refused
 
 
+def files_for(engine: str) -> list[str]:
+    """Names of the files that an engine reads; the course's own run can be given to any."""
+    return [name for name, (reader, _) in WRITERS.items() if engine in (reader, "course")]
+
+
 # ---- what a file cannot say
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from course_lib.cli import main
-from course_lib.cli.asked import Device, Techniques, offload_of, read_tokens
+from course_lib.cli.asked import Device, Techniques, offload_of
 from course_lib.cli.plan import PlanOptions, job_of
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, peak_flops
@@ -16,6 +16,7 @@ from course_lib.memory.budget import budgets
 from course_lib.memory.states import LoRA, state_bytes
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
+from course_lib.units import read_tokens
 
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,

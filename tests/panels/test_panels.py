@@ -21,11 +21,10 @@ from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.model.moe import keep, limit_groups
-from course_lib.panels import runs
+from course_lib.panels import asked, runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
 from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
-from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
 from course_lib.plan import search
@@ -35,13 +34,7 @@ from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.traffic.routing import counts_of, moe_traffic
 from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, popularity, synthetic_routing
 
-PANELS = {
-    panel.title: panel
-    for panel in (
-        COLLECTIVE, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, OVERLAP, runs.ZERO, runs.TENSOR, runs.TENSOR_SEQUENCE,
-        runs.CONTEXT, runs.LAYOUT, runs.PLAN, PIPELINE, PUZZLE, EXPERTS,
-    )
-}  # fmt: skip
+PANELS = {listed.panel.title: listed.panel for listed in asked.PANELS.values()}
 LLAMA_8B = preset("llama-3.1-8b")
 REGATHERED = Layout(tp=8, sequence_parallel=True, regather=True)
 FIVE_D = Layout(dp=4, tp=4, pp=2, zero_stage=1, sequence_parallel=True, micro_batches=8)
@@ -137,7 +130,7 @@ def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
     code = (
         "import sys, importlib\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'yaml', 'ipywidgets', 'IPython'): sys.modules[name] = None\n"
-        "from course_lib.panels import collectives, experts, one_gpu, pipeline, runs\n"
+        "from course_lib.panels import asked, runs\n"
         "from course_lib.panels.record import Panel, answer_of\n"
         "found = [one for name, module in list(sys.modules.items()) if name.startswith('course_lib.panels.') "
         "for one in vars(module).values() if isinstance(one, Panel)]\n"

@@ -1,0 +1,149 @@
+"""The page that computes in the browser: numbers as Python's, nothing asked elsewhere, narrow, dark, by keyboard."""
+
+import functools
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from course_lib.authoring import ROOT
+from course_lib.panels import asked
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
+pytestmark = pytest.mark.browser
+
+BUILT, AXE = ROOT / "build" / "page", ROOT / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+READY_MS = 180_000  # on a busy machine; quiet it is three seconds
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The built page on the loopback."""
+    if not (BUILT / "index.html").is_file():
+        pytest.skip("no build/page; make page builds it (npm brings Pyodide)")
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=BUILT))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def opened(page, address, place=""):
+    """The page with its Python started; `page.asked` are the addresses that it asked for."""
+    page.asked = []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(f"{address}#{place}")
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=READY_MS)
+    return page
+
+
+def shown(page, name):
+    page.wait_for_selector(f"body[data-shown^='{name}:']", state="attached", timeout=READY_MS)
+    return page.inner_text(".said")
+
+
+def another(panel) -> dict[str, str]:
+    """One change of a slider or a list, in words."""
+    for name, control in panel.controls.items():
+        if control.kind in ("list", "slider") and name != "model":
+            return {name: next(str(value) for _, value in control.options if value != control.start)}
+    return {}
+
+
+def test_every_panel_says_and_draws_what_python_does_and_nothing_else_is_asked_for(page, address):
+    opened(page, address)
+    took_ms = {}
+    for name, listed in asked.PANELS.items():
+        words = another(listed.panel)
+        query = "&".join(f"{key}={value}" for key, value in words.items())
+        page.evaluate("() => delete document.body.dataset.shown")
+        page.evaluate("place => { location.hash = place; }", f"{name}?{query}")
+        said = shown(page, name)
+        expected = listed.panel.answer(**asked.values_of(listed.panel, words))
+        assert said == expected.said, name
+        drawn = page.eval_on_selector_all(".picture svg text", "texts => texts.map(one => one.textContent)")
+        assert all(text in expected.svg.replace("&#x27;", "'").replace("&amp;", "&") for text in drawn), name
+        took_ms[name] = float(page.evaluate("document.body.dataset.tookMs"))
+    own = [url for url in page.asked if url.startswith(("http:", "https:"))]
+    assert {url[: len(address)] for url in own} == {address} and any("arithmetic.zip" in url for url in own)
+    print(took_ms)
+
+
+def test_a_slider_moves_by_key_and_a_link_restores_what_it_shows(page, address):
+    opened(page, address, "zero?dp=64&zero_stage=2")
+    before = shown(page, "zero")
+    page.focus("#control-dp")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("before => document.querySelector('.said').textContent !== before", arg=before)
+    assert "dp=128" in page.url and "zero_stage=2" in page.url
+    after, link = page.inner_text(".said"), page.url
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=READY_MS)
+    assert shown(page, "zero") == after and page.inner_text("#control-dp + output") == "128"
+
+
+def test_there_is_a_picture_before_python_has_come_and_without_it(page, address):
+    page.route("**/arithmetic.zip", lambda route: route.abort())
+    page.goto(f"{address}#zero")
+    page.wait_for_function("() => document.querySelector('#state').textContent.includes('did not start')")
+    assert page.inner_text(".said") == asked.described("zero")["said"] and page.query_selector(".picture svg")
+
+
+def test_a_model_is_dropped_on_the_planner_and_its_files_are_taken_away(page, address, tmp_path):
+    opened(page, address, "planner?gpus=8&batch=512K&engine=torchtitan")
+    config = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 128_256, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "max_position_embeddings": 8192, "rope_theta": 500_000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page.set_input_files("input[type=file]", tmp_path / "config.json")
+    page.wait_for_selector("text=its shape is used in place of the model above")
+    page.click("button:text-is('Plan')")
+    page.wait_for_selector("body[data-planned]", state="attached", timeout=READY_MS)
+    assert "0.62 billion parameters" in page.inner_text("pre")
+    with page.expect_download() as download:
+        page.click("a:text-is('torchtitan.toml')")
+    assert "data_parallel_shard_degree" in Path(download.value.path()).read_text()
+
+
+def test_a_schedule_is_played_and_claims_are_searched(page, address):
+    opened(page, address, "pipeline")
+    shown(page, "pipeline")
+    hidden = (
+        "() => [...document.querySelectorAll('.picture rect')].filter(one => one.style.visibility === 'hidden').length"
+    )
+    assert page.evaluate(hidden) == 0
+    page.fill("#moment", "0")
+    assert page.evaluate(hidden) > 60
+    page.goto(f"{address}#claims?word=bubble")
+    page.wait_for_selector(".claim")
+    found = page.eval_on_selector_all(".claim h3", "all => all.map(one => one.textContent)")
+    assert 0 < len(found) < 60
+    page.click(".claim button")
+    page.wait_for_function("() => document.querySelector('.claim span').textContent.length > 10", timeout=READY_MS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_narrow_and_wide_light_and_dark_nothing_runs_over_and_a_checker_finds_nothing_serious(
+    page, address, scheme, width
+):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    for place in ("planner", "layout", "puzzle", "claims?word=bubble"):
+        page.goto("about:blank")
+        page.goto(f"{address}#{place}")
+        page.wait_for_selector("main h2")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, place
+        if AXE.is_file():
+            page.evaluate(AXE.read_text(encoding="utf-8"))
+            found = page.evaluate("async () => (await axe.run()).violations")
+            serious = [
+                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], place

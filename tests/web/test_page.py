@@ -1,0 +1,88 @@
+"""The page's folder: whole, small, of what the package has; and the refusals of its builder. tests/browser opens it."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from course_lib.panels.asked import PANELS
+from course_lib.web.page import FROM_NPM, STDLIB, write_page
+
+
+@pytest.fixture(scope="module")
+def pyodide(tmp_path_factory):
+    """What npm would bring, with nothing in it."""
+    folder = tmp_path_factory.mktemp("pyodide")
+    for name in FROM_NPM:
+        (folder / name).write_bytes(name.encode())
+    with zipfile.ZipFile(folder / STDLIB, "w") as library:
+        for name in ("json/__init__.py", "unittest/mock.py", "xml/dom/minidom.py", "ssl.py"):
+            library.writestr(name, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(pyodide, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built") / "page"
+    write_page(folder, pyodide)
+    return folder
+
+
+def test_the_page_holds_what_its_python_needs_packed_and_nothing_else(page):
+    written = {str(path.relative_to(page)) for path in page.rglob("*") if path.is_file()}
+    from_npm = {f"pyodide/{name}{'.packed' * is_packed}" for name, is_packed in FROM_NPM.items()}
+    own = {"index.html", "page.css", "page.js", "worker.js", "arithmetic.zip", f"pyodide/{STDLIB}"}
+    assert written == own | from_npm
+    assert gzip.decompress((page / "pyodide" / "pyodide.asm.wasm.packed").read_bytes()) == b"pyodide.asm.wasm"
+    assert zipfile.ZipFile(page / "pyodide" / STDLIB).namelist() == ["json/__init__.py", "ssl.py"]
+    assert sum((page / name).stat().st_size for name in own) < 1_000_000  # beside Python itself
+
+
+def test_pictures_of_the_start_are_stored_and_no_text_ends_the_script_that_holds_them(page):
+    told = re.search(r'<script id="first" type="application/json">(.*?)</script>', (page / "index.html").read_text())
+    first = json.loads(told[1])
+    assert list(first["panels"]) == list(PANELS) and all(one["svg"] for one in first["panels"].values())
+    assert {"id", "claim", "answer", "source"} < set(first["claims"][0]) and "<" not in told[1]
+
+
+def test_nothing_is_asked_of_another_server(page):
+    text = "".join((page / name).read_text() for name in ("page.js", "worker.js", "page.css"))
+    html = re.sub(r'(?s)<script id="first".*?</script>', "", (page / "index.html").read_text())
+    assert re.findall(r"https?://", text + html) == []
+    assert "default-src 'self'" in html
+
+
+def test_the_arithmetic_alone_answers_a_plan_where_torch_and_numpy_are_not(page, tmp_path):
+    zipfile.ZipFile(page / "arithmetic.zip").extractall(tmp_path)
+    code = (
+        "import sys, json\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "for name in ('torch', 'numpy', 'matplotlib'): sys.modules[name] = None\n"
+        "from course_lib.panels.asked import answer\n"
+        "import course_lib\n"
+        "assert course_lib.__file__.startswith(sys.argv[1])\n"
+        "print(json.dumps(answer({'do': 'plan', 'words': {'gpus': '8', 'batch': '512K'}})))"
+    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "accelerate_fsdp2.yaml" in json.loads(done.stdout)["files"], done.stderr[-2000:]
+
+
+def test_a_folder_that_is_no_page_is_left_alone_and_a_missing_file_is_named(pyodide, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds something else than a page; give an empty folder"):
+        write_page(tmp_path, pyodide)
+    with pytest.raises(ValueError, match=r"lacks pyodide.mjs, .*; give the folder of npm's package pyodide"):
+        write_page(tmp_path / "page", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_same_page_is_written_twice(page, pyodide, tmp_path):
+    write_page(tmp_path / "page", pyodide)
+    for path in page.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "page" / path.relative_to(page)).read_bytes()
