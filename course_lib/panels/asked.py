@@ -19,10 +19,13 @@ from course_lib.estimate.estimate import SPREAD
 from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS
+from course_lib.panels.game import GAME
 from course_lib.panels.one_gpu import MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.planner import PLANNER, planned
 from course_lib.panels.record import Answer, Control, Panel, Value, answer_of
+from course_lib.panels.ring import RING
+from course_lib.panels.svg import COLORS
 from course_lib.validate import one_of
 
 
@@ -66,6 +69,7 @@ PANELS = {
     "recompute": Listed(RECOMPUTE, "02b_activations", _BYTES),
     "precision": Listed(PRECISION, "02a_precision", _EXACT),
     "collectives": Listed(COLLECTIVE, "00_ranks_and_collectives", _ALONE),
+    "ring": Listed(RING, "00_ranks_and_collectives", _EXACT),
     "overlap": Listed(OVERLAP, "03_data_parallel", _SECONDS),
     "zero": Listed(runs.ZERO, "04_zero", f"{_BYTES} {_SECONDS}"),
     "tensor": Listed(runs.TENSOR, "05_tensor_parallel", f"{_BYTES} {_SECONDS}"),
@@ -75,6 +79,7 @@ PANELS = {
     "puzzle": Listed(PUZZLE, "08_pipeline_parallel", _UNITS),
     "experts": Listed(EXPERTS, "09b_expert_parallel", _MADE_UP),
     "layout": Listed(runs.LAYOUT, "10_five_d", f"{_BYTES} {_SECONDS}"),
+    "game": Listed(GAME, "10_five_d", f"{_BYTES} {_SECONDS}"),
     "job": Listed(runs.PLAN, "11_finding_a_configuration", f"{_BYTES} {_SECONDS}"),
 }
 
@@ -96,7 +101,13 @@ def described(name: str) -> dict:
 
 def _described(name: str, control: Control) -> dict:
     options = [[label, str(value)] for label, value in control.options]
-    return {"name": name, "label": control.label, "kind": control.kind, "start": str(control.start), "options": options}
+    told = {"name": name, "label": control.label, "kind": control.kind, "start": str(control.start), "options": options}
+    if control.kind == "grid":
+        told |= {
+            "cells": control.cells(control.start),
+            "colors": {key: COLORS[label] for label, key in control.options},
+        }
+    return told
 
 
 def _words_of(values: Mapping[str, Value]) -> dict[str, str]:
@@ -112,7 +123,7 @@ def values_of(panel: Panel, words: Mapping[str, str]) -> dict[str, Value]:
     for name, word in words.items():
         control = panel.controls.get(name)
         known = {str(value): value for _, value in control.options} if control else {}
-        typed = control is not None and control.kind in ("strip", "words")
+        typed = control is not None and control.kind in ("strip", "text", "grid")
         meant[name] = word if typed else known.get(word, word)
     return panel.values(meant)
 
@@ -124,6 +135,20 @@ def _told(answer: Answer) -> dict:
 def _show(panel: str, words: Mapping[str, str]) -> dict:
     asked = PANELS[panel].panel
     return _told(asked.answer(**values_of(asked, words)))
+
+
+def _place(panel: str, control: str, value: str, row: int, column: int, option: str) -> dict:
+    """A press on a grid: its text and its cells afterwards."""
+    one_of("control", control, tuple(PANELS[panel].panel.controls))
+    grid = PANELS[panel].panel.controls[control]
+    placed = grid.press(value, row, column, option)
+    return {"value": placed, "cells": grid.cells(placed)}
+
+
+def _cells(panel: str, control: str, value: str) -> dict:
+    """A grid's cells, of a text that was typed."""
+    one_of("control", control, tuple(PANELS[panel].panel.controls))
+    return {"cells": PANELS[panel].panel.controls[control].cells(value)}
 
 
 def _press(panel: str, button: str, words: Mapping[str, str]) -> dict:
@@ -144,7 +169,14 @@ def _claim(id: str) -> dict:
     return {name: as_record(claim)[name] for name in ("answer", "say", "values")}
 
 
-_DONE: Mapping[str, Callable[..., dict]] = {"show": _show, "press": _press, "plan": _plan, "claim": _claim}
+_DONE: Mapping[str, Callable[..., dict]] = {
+    "show": _show,
+    "press": _press,
+    "place": _place,
+    "cells": _cells,
+    "plan": _plan,
+    "claim": _claim,
+}
 
 
 def answer(request: Mapping[str, object]) -> dict:

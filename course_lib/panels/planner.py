@@ -98,10 +98,10 @@ def _draw_states(**values) -> Shown:
 PLANNER = Panel(
     "What fits, and which layout",
     controls(model=("llama-3.1-8b", named([*PRESETS, *MOE_PRESETS])))
-    | {"gpus": Control("GPUs", named(("8", "64", "512")), "8", "words")}
+    | {"gpus": Control("GPUs", named(("8", "64", "512")), "8", "text")}
     | controls(gpu="h100", between="ib-ndr400", seq_len=(8192, powers(1024, 131_072)))
     | {
-        "batch": Control("tokens a step", named(("512K", "1M", "4M")), "512K", "words"),
+        "batch": Control("tokens a step", named(("512K", "1M", "4M")), "512K", "text"),
         "engine": Control("trained by", named(ENGINES), "course"),
         "finetune": Control("what is trained", named(_TUNED), "all weights"),
     }

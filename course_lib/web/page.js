@@ -50,7 +50,8 @@ function remember(name, words) {
 function controlOf(spec, value, changed) {
   const id = `control-${spec.name}`;
   if (spec.kind === "strip") return strip(spec, value, changed);
-  if (spec.kind === "words") return typed(spec, value, changed, id);
+  if (spec.kind === "text") return typed(spec, value, changed, id);
+  if (spec.kind === "grid") return grid(spec, value, changed, id);
   const index = Math.max(0, spec.options.findIndex(([, word]) => word === value));
   if (spec.kind === "slider") {
     const out = make("output", { textContent: spec.options[index][0] });
@@ -92,18 +93,45 @@ function group(spec, children) {
 
 function typed(spec, value, changed, id) {
   const input = make("input", { id, type: "text", value });
-  input.setAttribute("aria-label", spec.label);
+  input.setAttribute("list", `${id}-examples`);
   input.onchange = () => changed(spec.name, input.value);
-  const isList = spec.options.every(([, word]) => /^[FBIW]\d+$/.test(word)); // words that are placed one after the other
-  const blocks = spec.options.map(([label, word]) => {
-    const button = make("button", { type: "button", textContent: label });
-    button.onclick = () => {
-      input.value = isList ? `${input.value} ${word}`.trim() : word;
-      input.onchange();
-    };
-    return button;
-  });
-  return group(spec, [input, ...blocks]);
+  const examples = make("datalist", { id: `${id}-examples` }, ...spec.options.map(([, word]) => make("option", { value: word })));
+  return make("div", { className: "control" }, make("label", { htmlFor: id, textContent: spec.label }), input, examples);
+}
+
+// Cells to press, a row for each line of the text; Python says what a press does, and the text can be typed too.
+function grid(spec, value, changed, id) {
+  const options = make("select", { id }, ...spec.options.map(([label, word]) => make("option", { value: word, textContent: label })));
+  const text = make("textarea", { value, rows: spec.cells.length, spellcheck: false });
+  text.setAttribute("aria-label", "the chart as text");
+  const table = make("div", { className: "grid" });
+  const put = (cells) => table.replaceChildren(...cells.map((row, r) => {
+    let color = "";
+    const buttons = row.map((word, c) => {
+      color = word === "-" ? color : spec.colors[word[0]] ?? "";
+      const button = make("button", { type: "button", textContent: word });
+      button.setAttribute("aria-label", `rank ${r}, column ${c}: ${word === "." ? "free" : word}`);
+      if (color) Object.assign(button.style, { background: color, color: "#000" });
+      button.onclick = async () => {
+        const found = await ask({ do: "place", panel: place().name, control: spec.name, value: text.value, row: r, column: c, option: options.value });
+        if (found.refused_because) return;
+        text.value = found.value;
+        put(found.cells);
+        table.children[r].children[c + 1].focus();
+        changed(spec.name, found.value);
+      };
+      return button;
+    });
+    return make("div", {}, make("span", { textContent: r }), ...buttons);
+  }));
+  const readText = async () => {
+    const found = await ask({ do: "cells", panel: place().name, control: spec.name, value: text.value });
+    if (!found.refused_because) put(found.cells);
+  };
+  text.onchange = async () => { await readText(); changed(spec.name, text.value); };
+  put(spec.cells);
+  if (value !== spec.start) readText();
+  return make("div", { className: "control wide" }, make("label", { htmlFor: id, textContent: spec.label }), make("div", {}, options, table, text));
 }
 
 // ---- a panel

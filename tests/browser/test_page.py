@@ -111,6 +111,14 @@ def test_a_model_is_dropped_on_the_planner_and_its_files_are_taken_away(page, ad
     assert "data_parallel_shard_degree" in Path(download.value.path()).read_text()
 
 
+def test_a_block_is_placed_on_the_grid_of_the_puzzle_and_the_address_keeps_it(page, address):
+    opened(page, address, "puzzle")
+    before = shown(page, "puzzle")
+    page.click("button[aria-label='rank 0, column 1: free']")
+    page.wait_for_function("before => document.querySelector('.said').textContent !== before", arg=before)
+    assert page.input_value("textarea").startswith("F0 F1") and "chart=F0+F1" in page.url
+
+
 def test_a_schedule_is_played_and_claims_are_searched(page, address):
     opened(page, address, "pipeline")
     shown(page, "pipeline")

@@ -76,6 +76,14 @@ def test_a_config_json_takes_the_place_of_the_preset():
     assert PLANNER.start["model"] == "llama-3.1-8b"
 
 
+def test_a_press_on_a_grid_is_the_panels_own():
+    grid = asked.PANELS["puzzle"].panel.controls["chart"]
+    asks = {"panel": "puzzle", "control": "chart", "value": grid.start}
+    found = asked.answer({"do": "place", "row": 0, "column": 1, "option": "F", **asks})
+    assert found == {"value": grid.press(grid.start, 0, 1, "F"), "cells": grid.cells(found["value"])}
+    assert found["cells"][0][:2] == ["F0", "F1"] and asked.answer({"do": "cells", **asks})["cells"][0][1] == "."
+
+
 def test_a_claim_is_computed_anew():
     found = asked.answer({"do": "claim", "id": "C003"})
     assert found["answer"] and json.loads(json.dumps(found)) == found
