@@ -41,6 +41,5 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     plots/, widgets/         pictures from plain records; panels in a notebook, a run that is watched
     checks/        graders of the exercises, a folder a chapter
     authoring/     notebooks as source code
-    cli/           the command `course`; __main__.py is python -m course_lib
-    web/           a page that computes in the browser
+    cli/, web/     the command `course`; a page that computes in the browser
 """
