@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from course_lib.authoring import ROOT
-from course_lib.authoring.readme import floors
+from course_lib.web.page import floors
 
 PACKAGE = ROOT / "course_lib"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]

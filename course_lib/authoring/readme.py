@@ -1,10 +1,8 @@
 """Documents that are written: docs/MAP.md's map, from the docstring of course_lib; docs/CLAIMS.md, from the ledger."""
 
 import ast
-import re
 from pathlib import Path
 
-import course_lib
 from course_lib.authoring.form import ROOT
 from course_lib.claims import claims_page
 
@@ -15,17 +13,6 @@ def package_map(root: Path = ROOT) -> str:
     """The parts and files of course_lib, one line a folder, as its docstring lists them."""
     doc = ast.get_docstring(ast.parse((root / "course_lib" / "__init__.py").read_text(encoding="utf-8")))
     return doc[doc.index("\n0. ") + 1 :].rstrip("\n")
-
-
-def floors(doc: str = course_lib.__doc__) -> dict[str, list[str]]:
-    """Number of a floor -> its folders and files, as the map names them: "plan/", "run.py"."""
-    found: dict[str, list[str]] = {}
-    for line in doc.splitlines():
-        if heading := re.match(r"(\d)\. ", line):
-            found[heading.group(1)] = []
-        elif entry := re.match(r"    ((?:\w+(?:/|\.py)[, ] *)+)\S", line):
-            found[max(found)] += re.findall(r"\w+(?:/|\.py)", entry.group(1))
-    return found
 
 
 def _with_map(document: str, root: Path = ROOT) -> str:

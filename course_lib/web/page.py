@@ -13,6 +13,7 @@ import argparse
 import gzip
 import io
 import json
+import re
 import shutil
 import zipfile
 from importlib.metadata import version
@@ -20,7 +21,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import course_lib
-from course_lib.authoring.readme import floors
 from course_lib.claims import claims
 from course_lib.claims.page import NAMES, as_record
 from course_lib.panels.asked import PANELS, described
@@ -38,6 +38,17 @@ LEFT_OUT = (
     "tarfile", "test", "tkinter", "turtle", "unittest", "urllib/request", "venv", "wsgiref", "xml", "xmlrpc",
     "webbrowser",
 )  # fmt: skip
+
+
+def floors(doc: str = course_lib.__doc__) -> dict[str, list[str]]:
+    """Number of a floor -> its folders and files, as the map names them: "plan/", "run.py"."""
+    found: dict[str, list[str]] = {}
+    for line in doc.splitlines():
+        if heading := re.match(r"(\d)\. ", line):
+            found[heading.group(1)] = []
+        elif entry := re.match(r"    ((?:\w+(?:/|\.py)[, ] *)+)\S", line):
+            found[max(found)] += re.findall(r"\w+(?:/|\.py)", entry.group(1))
+    return found
 
 
 def arithmetic(package: Path) -> bytes:
