@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from course_lib.kernels import attention, formulas, rows
+from course_lib.kernels import attention, rows
 from course_lib.kernels.language import HOST
 from course_lib.kernels.product import product_by_tiles, sum_lines
 from course_lib.kernels.traffic import LINE_BYTES, SECTOR_BYTES, KernelTraffic, new
+from course_lib.timing import kernel
 
 HALF = torch.float16
 
@@ -23,7 +24,7 @@ def test_softmax_by_four_kernels_and_by_one():
     with KernelTraffic() as one:
         rows.softmax_by_one(x, y)
     torch.testing.assert_close(y, x.softmax(-1))
-    assert (four.bytes, one.bytes) == formulas.softmax_bytes(R, N)
+    assert (four.bytes, one.bytes) == kernel.softmax_bytes(R, N)
 
 
 def test_swiglu_and_its_gradients():
@@ -57,7 +58,7 @@ def test_a_tiled_product_loads_what_the_formula_says(shape, tile, dtype):
     with KernelTraffic() as counted:
         c = product_by_tiles(a, b, tile)
     torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2e-3, atol=2e-2)
-    assert (counted.loaded, counted.stored) == formulas.product_bytes(M, N, K, BM, BN, dtype.itemsize)
+    assert (counted.loaded, counted.stored) == kernel.product_bytes(M, N, K, BM, BN, dtype.itemsize)
     if M % BM == N % BN == 0:
         assert counted.loaded == M * N * K * dtype.itemsize // BM + M * N * K * dtype.itemsize // BN
 
@@ -115,8 +116,8 @@ def test_flash_stores_no_score_and_is_attention(S):
     assert (o.float() - right).abs().max() < 2e-3
     assert (o3.float() - right).abs().max() < 2e-3
     torch.testing.assert_close(lse, score.logsumexp(-1), atol=2e-3, rtol=1e-3)
-    assert one.bytes == formulas.flash_bytes(heads, S, H, tile)
-    assert three.bytes == formulas.three_kernel_bytes(heads, S, H, tile)
+    assert one.bytes == kernel.flash_bytes(heads, S, H, tile)
+    assert three.bytes == kernel.three_kernel_bytes(heads, S, H, tile)
 
 
 @pytest.mark.skipif(HOST != "torch", reason="Triton's interpreter reads past the end without an error")
