@@ -23,7 +23,7 @@ WIDTH, LARGEST_HEIGHT = 720, 468  # 1,000 x 650 on a page 1,000 pixels wide
 _ROW, _NAME = 22, 13  # heights: of a row, of a name above the rows
 _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range",
-    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient",
+    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, read again",
     OKABE_ITO["green"]: "update, W weight gradients, expert_dp",
     OKABE_ITO["yellow"]: "launches",
     OKABE_ITO["blue"]: "data, moving bytes, computed, predicted",

@@ -85,8 +85,8 @@ class Multiprocessor:
     l2_bytes      the cache that all SMs share
     lanes_bytes   that shared memory delivers to an SM in a clock: 32 banks of 4
 
-    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100); whitepapers of both
-    GPUs for count and L2: NVIDIA H100 Tensor Core GPU Architecture, NVIDIA A100 Tensor Core GPU Architecture
+    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100), 10.0 (B200). Count
+    and L2: whitepapers "NVIDIA H100 (A100) Tensor Core GPU Architecture"; B200 as Chips and Cheese reports them (2025)
     """
 
     name: str
@@ -104,6 +104,7 @@ class Multiprocessor:
 
 HOPPER = Multiprocessor("Hopper")
 AMPERE = Multiprocessor("Ampere, A100", count=108, l2_bytes=40 * 2**20, shared_bytes=164 * 1024)
+BLACKWELL = Multiprocessor("Blackwell, B200", count=148, l2_bytes=126 * 10**6)
 
 
 @checked
