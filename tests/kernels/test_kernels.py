@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from course_lib.kernels import attention, rows
 from course_lib.kernels.language import HOST
 from course_lib.kernels.product import product_by_tiles, sum_lines
+from course_lib.kernels.timed import on_a_gpu
 from course_lib.kernels.traffic import LINE_BYTES, SECTOR_BYTES, KernelTraffic, new
 from course_lib.timing import kernel
 
@@ -131,6 +132,8 @@ def test_a_place_outside_the_tensor_is_an_error_here():
 def test_a_launch_names_what_it_takes():
     with pytest.raises(TypeError, match=r"sum_lines takes x_ptr, y_ptr, n, step, BLOCK; got 2"):
         sum_lines[(1,)](new((4,)), new((4,)))
+    with pytest.raises(TypeError, match=r"sum_lines is a kernel; give the places of its grid: kernel\[grid\]"):
+        sum_lines(new((4,)), new((4,)))
     with pytest.raises(ValueError, match="contiguous"):
         sum_lines[(1,)](new((4, 4), seed=0).mT, new((4,)), 4, 1, 4)
 
@@ -152,3 +155,21 @@ def test_new_begins_where_a_gpu_s_would(dtype):
     assert made.data_ptr() % 512 == 0
     assert torch.equal(made, new((3, 5), dtype, seed=1))
     assert not new((3, 5), dtype).any()
+
+
+@pytest.mark.skipif(HOST != "interpreter", reason="of Triton's interpreter: make test-kernels")
+def test_the_interpreter_is_wrong_in_bf16_as_the_notebook_in_depth_says():
+    a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
+    rows.swiglu_forward[(1,)](a, b, y, 256, 256)
+    assert (y.float() - (F.silu(a) * b).float()).abs().max() > 1
+
+
+@pytest.mark.skipif(HOST == "interpreter", reason="of our own host")
+def test_our_host_is_right_in_bf16():
+    a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
+    rows.swiglu_forward[(1,)](a, b, y, 256, 256)
+    torch.testing.assert_close(y, F.silu(a) * b, rtol=2e-2, atol=1e-2)
+
+
+def test_without_a_gpu_one_sentence_says_what_would_be_timed():
+    assert on_a_gpu().startswith("Here no GPU with Triton") or "TFLOP/s" in on_a_gpu()
