@@ -7,8 +7,8 @@ in `no_sync`, another dtype for sums, and errors for what a user forgets.
 Source   Li et al. 2020, PyTorch Distributed (arXiv:2006.15704)
 """
 
+import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
 
 from course_lib import comm
 from course_lib.parallel.shards import views_into
@@ -98,7 +98,7 @@ class BucketedDP(DataParallel):
 
     def clip(self):
         """Shorten the mean gradient to `max_norm`; all ranks have the same norm."""
-        clip_grad_norm_(self.model.parameters(), self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
 
     def step(self):
         """Update every parameter, and empty the buckets."""
