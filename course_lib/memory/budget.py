@@ -20,7 +20,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
-from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of
+from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of, with_any_batch
 from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
@@ -208,7 +208,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 
 def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
     part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
-    gradients, sizes = _trained(run.config, recipe, run.lora, _with_any_micro_batches(layout), pp_rank, tp_rank)
+    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
     stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, offload = states_of(run, pp_rank, tp_rank), run.offload
     held = sum(one.held for one in gradients.values())
@@ -237,12 +237,6 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
         overheads=overheads_of(run) | ({"allocator's reserve": reserve} if reserve else {}),
         elsewhere={place: size for place, size in places.items() if place != "device" and size},
     )
-
-
-@lru_cache(maxsize=4096)
-def _with_any_micro_batches(layout: Layout) -> Layout:
-    """One of many layouts whose gradients are the same: they differ in schedule steps and recomputation."""
-    return replace(layout, micro_batch=1, micro_batches=2 * layout.pp, recompute="none", regather=False)
 
 
 @lru_cache(maxsize=2048)

@@ -17,12 +17,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, flats_of, padded, tensors_of, units_of
+from course_lib.memory.flats import (
+    BUCKET_BYTES,
+    Named,
+    buckets_of,
+    flats_of,
+    padded,
+    tensors_of,
+    units_of,
+    with_any_batch,
+)
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
 from course_lib.validate import Amount, Bytes, Size, checked, one_of, whole
 
@@ -106,7 +115,14 @@ def five_d_states(
 
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
-    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes), layout.zero_stage
+    return _five_d_states(config, with_any_batch(layout), pp_rank, tp_rank, recipe_of(recipe), optimizer, step_counters)
+
+
+@lru_cache(maxsize=1024)
+def _five_d_states(
+    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, recipe: Recipe, optimizer: str, step_counters: bool
+) -> StateBytes:
+    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes), layout.zero_stage
     total = Counter()
     for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
         one = zero_state_bytes(sizes, zero, ranks, recipe, optimizer)
