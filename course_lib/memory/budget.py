@@ -200,7 +200,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
     if not_flat and layout.zero_stage == 0 and layout.world_size == layout.dp:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, step_counters=counters)
-    return five_d_states(run.config, layout, pp_rank, tp_rank, recipe, run.optimizer, counters)
+    return five_d_states(run.config, with_any_batch(layout), pp_rank, tp_rank, recipe, run.optimizer, counters)
 
 
 # ---- one rank

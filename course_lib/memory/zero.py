@@ -22,16 +22,7 @@ from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.flats import (
-    BUCKET_BYTES,
-    Named,
-    buckets_of,
-    flats_of,
-    padded,
-    tensors_of,
-    units_of,
-    with_any_batch,
-)
+from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, flats_of, padded, tensors_of, units_of
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
 from course_lib.validate import Amount, Bytes, Size, checked, one_of, whole
 
@@ -102,6 +93,7 @@ def wire_grad_bytes(recipe: Recipe) -> int:
     return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
 
 
+@lru_cache(maxsize=1024)
 def five_d_states(
     config: ModelConfig,
     layout: Layout,
@@ -115,14 +107,7 @@ def five_d_states(
 
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
-    return _five_d_states(config, with_any_batch(layout), pp_rank, tp_rank, recipe_of(recipe), optimizer, step_counters)
-
-
-@lru_cache(maxsize=1024)
-def _five_d_states(
-    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, recipe: Recipe, optimizer: str, step_counters: bool
-) -> StateBytes:
-    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes), layout.zero_stage
+    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes), layout.zero_stage
     total = Counter()
     for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
         one = zero_state_bytes(sizes, zero, ranks, recipe, optimizer)
