@@ -255,8 +255,8 @@ def gradients_of(
     there, at_once, leaving = ([*accumulate(sizes)] for sizes in (there, at_once, leaving))
     embed, copied = next((raw * one.numel for one in tensors if one.name == "embed"), 0), bool(shared)
     tied = embed * is_tied
-    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor, which with ZeRO-3 is of the
-    # weight that was gathered once for both
+    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor. ZeRO-2 and 3 send one on
+    # its way, but a weight that ZeRO-3 gathered once for both gets both
     is_sent = zero == 2 or (zero == 3 and layout.tp > 1)
     summed = embed * copied + tied * (1 + copied * (layout.tp == 1) - is_sent)
     whole = _whole(flats, raw, tied) if zero == 3 else {}

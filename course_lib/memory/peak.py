@@ -100,23 +100,27 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
             yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
 
 
-def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
+def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
         made = is_first * (gradients.held - gradients.at_once)
-        yield "first product", Held(activations=stage.waiting, temporary=gradients.largest)
-        yield "last product", Held(gradients=made, temporary=gradients.largest)
+        work = gradients.largest
+        yield "first product", Held(activations=stage.waiting, temporary=work)
+        yield "last product", Held(gradients=made, temporary=work)
         return
-    makes = is_first and now.stage not in now.begun
     for one in stage.moments:
         unit, is_all = one.where
-        at = gradients.at.get(unit, _NOTHING)
-        made = (at.there if now.op == "B" else at.at_once)[is_all] if makes else 0
-        yield one.name, Held(made, one.activations, one.logits, one.work + at.leaving[is_all], at.whole)
-
-
-_NOTHING = Arrived()
+        at = gradients.at.get(unit, Arrived())
+        made = at.there if now.op == "B" else at.at_once
+        held = Held(
+            gradients=is_first * (now.stage not in now.begun) * made[is_all],
+            activations=one.activations,
+            logits=one.logits,
+            temporary=one.work + at.leaving[is_all],
+            gathered=at.whole,
+        )
+        yield one.name, held
 
 
 def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
