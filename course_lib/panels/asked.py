@@ -20,6 +20,7 @@ from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS
 from course_lib.panels.game import GAME
+from course_lib.panels.kernel import TILES
 from course_lib.panels.one_gpu import MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.planner import PLANNER, planned
@@ -49,6 +50,7 @@ _ALONE = (
     "Seconds are modelled from a link's latency and bandwidth, nothing else uses it; its source stands in hardware.py."
 )
 _UNITS = "Units of time are those that you choose; the order of work is exact, nothing is measured."
+_ROOF = "Bytes and FLOPs are counted by formulas; seconds are the least that a GPU's data sheet allows."
 _MADE_UP = "Routing is made up, with the skew that you choose; what follows from it is counted exactly."
 _EXACT = "Computed exactly; nothing here is measured or modelled."
 
@@ -79,6 +81,7 @@ PANELS = {
     "puzzle": Listed(PUZZLE, "08_pipeline_parallel", _UNITS),
     "experts": Listed(EXPERTS, "09b_expert_parallel", _MADE_UP),
     "layout": Listed(runs.LAYOUT, "10_five_d", f"{_BYTES} {_SECONDS}"),
+    "tiles": Listed(TILES, "13a_inside_a_gpu", _ROOF),
     "game": Listed(GAME, "10_five_d", f"{_BYTES} {_SECONDS}"),
     "job": Listed(runs.PLAN, "11_finding_a_configuration", f"{_BYTES} {_SECONDS}"),
 }
