@@ -7,7 +7,7 @@ import torch
 from course_lib import comm
 from course_lib.checks.core import fresh_generator, numbers
 from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks
+from course_lib.checks.watch import Each, on_ranks, several
 from course_lib.float_formats import FloatFormat
 from course_lib.minimal.eight_bits import E4M3, TINY, number_of, quantized, rounded
 
@@ -75,9 +75,7 @@ check_code = Exercise(
             wrong(key=lambda distance, code: (abs(distance), -code)),
             wrong(key=lambda distance, code: (abs(distance), code)),
         ],
-        "exponent 0 has no leading 1: its numbers are subnormal, 0 among them": wrong(
-            size_of=_no_subnormals, key=_nearest
-        ),
+        "exponent 0 has no leading 1: its numbers are subnormal": wrong(size_of=_no_subnormals, key=_nearest),
         "the bias is 2 ** (exponent_bits - 1) - 1": wrong(size_of=_other_bias, key=_nearest),
         "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": wrong(
             size_of=_subnormal_exponent, key=_nearest
@@ -88,75 +86,48 @@ check_code = Exercise(
 
 
 # ------------------------------------------------------------------------------------ blocks for three products
-def _three(x, w, grad_y, block, along=lambda t: (1, None), scale_like=None, used=(0, 1, 2)):
-    """The six matrices of a linear layer's three products, each rounded along its sum."""
-    pairs = ((x, w), (grad_y, w.T), (grad_y.T, x.T))
-    return tuple(tuple(_rounded(t, block) for t in pair) for pair in pairs)
+def products(x, w, grad_y, block, grad_x=None, grad_w=None):
+    """The reference, and with an argument a mistake: the two matrices of that product, made with the rounding r."""
 
+    def r(t):
+        return quantized(t.contiguous(), E4M3, 1, block)
 
-def _rounded(t, block):
-    return quantized(t.contiguous(), E4M3, 1, block)
-
-
-def products(x, w, grad_y, block, *, grad_x=None, grad_w=None, forward=None):
-    """y, the gradient of x and that of w; an argument replaces the two matrices of that product."""
-    r = partial(_rounded, block=block)
-    own = (
-        (forward or (lambda: (r(x), r(w))))(),
-        (grad_x(x, w, grad_y, r) if grad_x else (r(grad_y), r(w.T))),
-        (grad_w(x, w, grad_y, r) if grad_w else (r(grad_y.T), r(x.T))),
-    )
-    return tuple(a @ b.T for a, b in own)
-
-
-def _across(t, r):
-    """Rounded along the rows that forward sums over, then transposed."""
-    return r(t).T
+    of_x = grad_x(x, w, grad_y, r) if grad_x else (r(grad_y), r(w.T))
+    of_w = grad_w(x, w, grad_y, r) if grad_w else (r(grad_y.T), r(x.T))
+    return tuple(a @ b.T for a, b in ((r(x), r(w)), of_x, of_w))
 
 
 def _matrices(rng):
-    """Sizes that blocks divide in all directions; rows and columns of many sizes, so that blocks matter."""
-    generator = fresh_generator(rng)
-    cases = []
+    """Sizes that blocks divide in all directions; sizes of rows and columns differ, so that blocks matter."""
+    generator, cases = fresh_generator(rng), []
     for T, D, F, block in ((8, 16, 24, 8), (16, 8, 8, 4)):
         x, w, grad_y = (numbers(generator, *shape) for shape in ((T, D), (F, D), (T, F)))
         for t in (x, w, grad_y):
             t *= 4.0 ** torch.arange(t.shape[0])[:, None] * 8.0 ** (torch.arange(t.shape[1]) % 3)
-        cases.append((x.float(), w.float(), (1e-6 * grad_y).float(), block))
+        cases.append((x, w, 1e-6 * grad_y, block))
     return cases
 
 
-def _of_products(answer, *case):
-    got = answer(*case)
-    if not isinstance(got, tuple | list) or len(got) != 3:
-        return {"error": f"returned otherwise\nthree tensors are asked for: y, grad_x, grad_w; it is {got!r:.80}"}
-    return dict(zip(("y", "grad_x", "grad_w"), (t / t.abs().max() for t in got), strict=True))
-
-
-def _unrounded_weight(x, w, grad_y, block):
-    return products(x, w, grad_y, block, grad_x=lambda x, w, g, r: (r(g), w.T))
-
-
+wrong = partial(partial, products)
 check_three_products = Exercise(
     products,
     _matrices,
     {
-        "grad_x sums over the outputs: blocks of w lie along its columns there, so round w.T": partial(
-            products, grad_x=lambda x, w, g, r: (r(g), _across(w, r))
-        ),
-        "grad_w sums over tokens: blocks of x and of grad_y lie along tokens there, so round x.T and grad_y.T": [
-            partial(products, grad_w=lambda x, w, g, r: (_across(g, r), _across(x, r))),
-            partial(products, grad_w=lambda x, w, g, r: (r(g.T), _across(x, r))),
-            partial(products, grad_w=lambda x, w, g, r: (_across(g, r), r(x.T))),
+        "grad_x sums over the outputs, which are rows of w: round w.T": wrong(grad_x=lambda x, w, g, r: (r(g), r(w).T)),
+        "grad_w sums over tokens, which are rows of x and of grad_y: round x.T and grad_y.T": [
+            wrong(grad_w=lambda x, w, g, r: (r(g).T, r(x).T)),
+            wrong(grad_w=lambda x, w, g, r: (r(g.T), r(x).T)),
+            wrong(grad_w=lambda x, w, g, r: (r(g).T, r(x.T))),
         ],
-        "both matrices of a product are rounded, the weight of grad_x too": _unrounded_weight,
-        "the gradient is rounded as well: tensor cores multiply FP8 by FP8": [
-            partial(products, grad_x=lambda x, w, g, r: (g, r(w.T))),
-            partial(products, grad_w=lambda x, w, g, r: (g.T, r(x.T))),
+        "one of the two matrices was not rounded: tensor cores multiply FP8 by FP8": [
+            wrong(grad_x=lambda x, w, g, r: (r(g), w.T)),
+            wrong(grad_x=lambda x, w, g, r: (g, r(w.T))),
+            wrong(grad_w=lambda x, w, g, r: (g.T, r(x.T))),
+            wrong(grad_w=lambda x, w, g, r: (r(g.T), x.T)),
         ],
         "three tensors are asked for": Stops(lambda *case: products(*case)[0]),
     },
-    _of_products,
+    several("three tensors are asked for: y, grad_x and grad_w", "y", "grad_x", "grad_w"),
 )
 
 
