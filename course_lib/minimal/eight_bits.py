@@ -7,14 +7,12 @@ Source   Micikevicius et al. 2022 (arXiv:2209.05433), E4M3 and E5M2; OCP Microsc
          DeepSeek-AI 2024 (arXiv:2412.19437), section 3.3, blocks; NVIDIA 2025 (arXiv:2509.25149), NVFP4
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from course_lib import comm
 from course_lib.float_formats import FORMATS
@@ -22,7 +20,6 @@ from course_lib.minimal.zero import Zero3
 
 E4M3, E5M2, E2M1 = FORMATS["fp8 e4m3"], FORMATS["fp8 e5m2"], FORMATS["fp4 e2m1"]
 EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
-TINY = 1e-30  # in place of the largest number of a block of zeros
 
 
 def number_of(code, fmt):
@@ -72,9 +69,10 @@ def quantized(x, fmt, rows=None, columns=None, scale_of=fp32_scale):
     """
     rows, columns = rows or x.shape[0], columns or x.shape[1]
     if x.shape[0] % rows or x.shape[1] % columns:
-        raise ValueError(f"blocks are {rows} x {columns}, the matrix {tuple(x.shape)}; choose sizes that divide it")
+        sizes = f"blocks are {rows} x {columns}, the matrix {tuple(x.shape)}"
+        raise ValueError(f"{sizes}; choose sizes that divide it")
     blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    largest = blocks.abs().amax((1, 3), keepdim=True).clamp(min=TINY)
+    largest = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
     scale = scale_of(largest, fmt)
     return (rounded(blocks / scale, fmt) * scale).view(x.shape)
 
@@ -125,13 +123,13 @@ class Delayed:
     """Rounding by a scale known before the tensor is there: from the largest numbers of the last steps."""
 
     def __init__(self, fmt, steps=16):
-        self.fmt, self.history = fmt, deque(maxlen=steps)
+        self.fmt, self.steps, self.history = fmt, steps, []
 
     def __call__(self, x):
         """Round by the history, then add this tensor's largest number to it."""
-        largest = x.abs().max().clamp(min=TINY)
+        largest = x.abs().max().clamp(min=1e-30)
         scale = max(self.history, default=largest) / self.fmt.largest
-        self.history.append(largest)
+        self.history = [*self.history, largest][-self.steps :]
         return rounded(x / scale, self.fmt) * scale
 
 
@@ -144,11 +142,11 @@ class SavedIn8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *weights):
         """Round the input to E4M3, save it, and multiply what was saved."""
-        scale = x.abs().max().float().clamp(min=TINY) / E4M3.largest
+        scale = x.abs().max().float().clamp(min=1e-30) / E4M3.largest
         x8 = (x / scale).to(torch.float8_e4m3fn)
         ctx.save_for_backward(x8, scale, *weights)
         x = (x8.float() * scale).to(x.dtype)
-        return tuple(F.linear(x, w) for w in weights)
+        return tuple(x @ w.T for w in weights)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -175,7 +173,7 @@ def all_gather_8(shard_p, group):
     Bytes    sent per rank: (G - 1) / G * P, and 8 (G - 1) / G of the largest number; G ranks
     """
     largest = comm.all_reduce(shard_p.abs().max().float(), group, op="max")
-    scale = largest.clamp(min=TINY) / E4M3.largest
+    scale = largest.clamp(min=1e-30) / E4M3.largest
     codes = (shard_p / scale).to(torch.float8_e4m3fn).view(torch.uint8)
     full_P = comm.all_gather(codes, group).view(torch.float8_e4m3fn)
     return (full_P.float() * scale).to(shard_p.dtype)

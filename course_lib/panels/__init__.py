@@ -5,7 +5,7 @@ A picture is an SVG with what it shows in words. Nothing here shows anything: wi
 record.py       Control, Panel, Answer
 svg.py          rows of boxes over an axis, as bars, columns or lanes: records, and one SVG of several
 controls.py     the controls of all panels, and the runs that their values mean
-one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
+one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES
 collectives.py  COLLECTIVE: latency against moving bytes; OVERLAP: buckets beside backward
 runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
 pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed by hand

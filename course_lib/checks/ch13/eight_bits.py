@@ -9,7 +9,7 @@ from course_lib.checks.core import fresh_generator, numbers
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Each, on_ranks, several
 from course_lib.float_formats import FloatFormat
-from course_lib.minimal.eight_bits import E4M3, TINY, number_of, quantized, rounded
+from course_lib.minimal.eight_bits import E4M3, number_of, quantized, rounded
 
 
 # ------------------------------------------------------------------------------------ a code for a number
@@ -135,7 +135,7 @@ check_three_products = Exercise(
 def reduce_scatter_8(grad_P, group, scale=None, total=None, most=None):
     """The reference, and with an argument one of the mistakes."""
     most = most or (lambda largest: comm.all_reduce(largest, group, op="max"))
-    own = most(grad_P.abs().max()).clamp(min=TINY) / E4M3.largest
+    own = most(grad_P.abs().max()).clamp(min=1e-30) / E4M3.largest
     codes = (grad_P / own).to(torch.float8_e4m3fn).view(torch.uint8)
     parts = comm.all_to_all(codes, group).view(torch.float8_e4m3fn).float().view(group.size(), -1)
     return (total or (lambda parts: parts.sum(0)))(parts) * own
@@ -146,7 +146,7 @@ def _in_float32(grad_P, group):
 
 
 def _gathers_all(grad_P, group):
-    largest = comm.all_reduce(grad_P.abs().max(), group, op="max").clamp(min=TINY) / E4M3.largest
+    largest = comm.all_reduce(grad_P.abs().max(), group, op="max").clamp(min=1e-30) / E4M3.largest
     codes = (grad_P / largest).to(torch.float8_e4m3fn).view(torch.uint8)
     full = comm.all_gather(codes, group).view(torch.float8_e4m3fn).float().view(group.size(), group.size(), -1)
     return full[:, group.rank()].sum(0) * largest
