@@ -368,7 +368,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
-    "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
+    "plots.pipeline": {
+        "show_schedule": {},
+        "show_warm_up": {},
+        "show_schedules": {"simulations": [simulate(SCHEDULE)]},
+    },
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
     "plots.tiles": {
         "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},

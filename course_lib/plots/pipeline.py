@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from course_lib.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, key, keys_below, plain_rows, style
@@ -264,4 +264,31 @@ def show_schedules(simulations: Sequence[Simulation]) -> None:
             axes.set_title(chart_title(picture), fontsize=9.5)
         panels[-1, 0].set_xlabel("simulated time")
         legend_below(panels[-1, 0], legend_of(pictures))
+        finish(figure)
+
+
+def warm_ups(simulation: Simulation) -> list[int]:
+    """Count the forwards of each rank before its first backward: its warm-up, and the first of the steady state."""
+    ops = ["".join(one.op for one in row) for row in simulation.schedule.instructions]
+    return [len(row) - len(row.lstrip("F")) for row in ops]
+
+
+@checked
+def show_warm_up(simulation: Simulation) -> None:
+    """Show a chart until its last rank has done its first backward, the forwards before each first backward framed."""
+    counts, rows = warm_ups(simulation), simulation.times
+    firsts_s = [row[count] for count, row in zip(counts, rows, strict=True)]
+    end_s = max(stop for _, stop in firsts_s)
+    picture = schedule_picture(simulation)
+    shown = replace(picture, boxes=[box for box in picture.boxes if box.stop_s <= end_s])
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(shown) + 0.5))
+        draw_schedule(axes, shown, end_s)
+        for rank, (count, row) in enumerate(zip(counts, rows, strict=True)):
+            start_s, stop_s = row[0][0], row[count - 1][1]
+            frame = Rectangle((start_s, rank - 0.46), stop_s - start_s, 0.92, fill=False, linewidth=1.4, zorder=5)
+            axes.add_patch(frame)
+        axes.set_title(f"{shown.name}: forwards before the first backward, by rank: {', '.join(map(str, counts))}")
+        axes.set_xlabel("simulated time")
+        legend_below(axes, legend_of([shown]))
         finish(figure)

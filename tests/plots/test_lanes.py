@@ -267,3 +267,11 @@ def test_alive_and_waiting_are_stacked_and_end_at_nothing():
 def test_a_schedule_written_by_hand_is_drawn_too():
     handmade = simulate(from_text("F0 F1 B0 B1\nF0 B0 F1 B1"))
     assert pipeline.chart_title(pipeline.schedule_picture(handmade)).startswith("handmade, 2 ranks, 2 micro-batches")
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (2, 4, 3), (4, 8, 1)])
+def test_forwards_before_the_first_backward_are_megatrons_warm_up_and_one(p, m, v):
+    schedule = interleaved_1f1b(p, m, v) if v > 1 else one_f_one_b(p, m)
+    before = (v - 1) * p + 2 * (p - 1) if v > 1 else p - 1
+    less = 2 if v > 1 else 1  # for each rank behind the first
+    assert pipeline.warm_ups(simulate(schedule)) == [before - less * rank + 1 for rank in range(p)]

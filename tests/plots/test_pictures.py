@@ -112,6 +112,7 @@ PICTURES = {
     "1F1B": lambda: pipeline.show_schedule(simulate(make("1f1b", 4, 8))),
     "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
     "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
+    "warm-up": lambda: pipeline.show_warm_up(simulate(make("interleaved", 4, 8, 2))),
     "stacked": lambda: pipeline.show_schedules([simulate(make(name, 4, 8)) for name in ("naive", "1f1b", "zb_h2")]),
     "measured": lambda: pipeline_trace.show_measured(
         simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),
