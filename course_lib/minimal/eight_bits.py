@@ -170,7 +170,7 @@ def all_gather_8(shard_p, group):
     """Gather the shards of all ranks in E4M3 by one common scale.
 
     Shapes   shard_p -> full_P
-    Bytes    sent per rank: (G - 1) / G * P, and 8 (G - 1) / G of the largest number; G ranks
+    Bytes    sent per rank: (G - 1) / G * P, and on average 8 (G - 1) / G for the scale; G ranks
     """
     largest = comm.all_reduce(shard_p.abs().max().float(), group, op="max")
     scale = largest.clamp(min=1e-30) / E4M3.largest

@@ -35,9 +35,11 @@ def gathered(gather):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_gather_in_eight_bits_is_one_process_cast_at_a_byte_each(ranks):
-    for got, full_P, sent in launch(gathered, ranks, all_gather_8):
+    of_ranks = launch(gathered, ranks, all_gather_8)
+    for got, full_P, _ in of_ranks:
         assert torch.equal(got, quantized(full_P[None], E4M3)[0])
-        assert sent == (64 + 8) * (ranks - 1) // ranks
+    # an all-reduce of one element has no equal pieces: its bytes are those of the formula on average
+    assert sum(sent for _, _, sent in of_ranks) == (64 + 8) * (ranks - 1)
 
 
 def test_a_gather_without_a_common_scale_is_wrong():
@@ -81,4 +83,4 @@ def test_zero_3_in_eight_bits_sends_half_for_the_blocks_and_eight_bytes_a_gather
     model = build(CONFIG)
     blocks = sum(param.numel() for param in model.blocks.parameters())
     less = 2 * (blocks - 8 * len(model.blocks)) // 2  # two gathers, half of it from the other rank
-    assert run.sent_bytes == [sent - less for sent in whole.sent_bytes]
+    assert sum(run.sent_bytes) == sum(whole.sent_bytes) - 2 * less
