@@ -195,9 +195,8 @@ def _draw_scaled(number: float, outlier: float) -> Shown:
         rows[name] = [Box(low, high, "range")]
         notes[name] = f"off by {abs(got / number - 1):.1%}" if got else "becomes 0"
     marks = {f"number {number:g}": math.log10(number), f"outlier {outlier:g}": math.log10(outlier)}
-    said = f"Beside an outlier of {outlier:g}, {number:g}: " + ", ".join(
-        f"{name} {note}" for name, note in notes.items()
-    )
+    became = ", ".join(f"{name} {note}" for name, note in notes.items())
+    said = f"{number:g} beside {outlier:g}: {became}."
     title = "What one scale can store, by the power of ten"
     return [Chart(title, rows, 7, -12, "exponent", marks, notes, ground=True)], said
 
@@ -205,7 +204,7 @@ def _draw_scaled(number: float, outlier: float) -> Shown:
 SCALES = Panel(
     "One scale for an ordinary number and an outlier",
     {
-        "number": Control("number", _magnitudes(-6, 1), 0.3, "slider"),
+        "number": Control("number", _magnitudes(-6, 1), 1.0, "slider"),
         "outlier": Control("outlier", _magnitudes(0, 6), 1000.0, "slider"),
     },
     _draw_scaled,
