@@ -91,7 +91,7 @@ _RULES = "F takes 1; B takes 2, or in its place I and W, 1 each: the next rank n
 _SHOWN = 4  # problems at once; the rest is counted
 
 
-def words_of(row: Sequence[Instruction]) -> str:
+def as_typed(row: Sequence[Instruction]) -> str:
     """Return one rank's work as it is typed."""
     return " ".join(f"{one.op}{one.micro_batch}" for one in row)
 
@@ -130,7 +130,7 @@ def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Simulation:
     return min(found, key=lambda best: (best.makespan_s, sum(best.peak_live)))
 
 
-def judge_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
+def show_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
     """Return the chart of what can run, and mistakes, what is missing, or how good it is.
 
     Told at once are mistakes that nothing placed later can mend; what is merely not placed yet is none.
@@ -184,9 +184,9 @@ PUZZLE = Panel(
         f"rank{rank}": Control(f"rank {rank}", named(f"{op}{i}" for op in "FBIW" for i in range(4)), "", "words")
         for rank in range(RANKS)
     },
-    lambda **rows: judge_rows(list(rows.values())),
+    lambda **rows: show_rows(list(rows.values())),
     {
-        "a solution": ({f"rank{rank}": words_of(row) for rank, row in enumerate(_SOLUTION)}, ""),
+        "a solution": ({f"rank{rank}": as_typed(row) for rank, row in enumerate(_SOLUTION)}, ""),
         "empty ranks": ({f"rank{rank}": "" for rank in range(RANKS)}, ""),
     },
 )

@@ -192,7 +192,7 @@ def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int
     return levels
 
 
-def verdict(total: float, limits: Sequence[float]) -> str:
+def room_text(total: float, limits: Sequence[float]) -> str:
     """Whether one of the limits, or how many of several, hold a total."""
     fits = sum(total <= limit for limit in limits)
     if not limits:
@@ -223,7 +223,7 @@ def show_budgets(
     with picture_axes(1.9 + 0.55 * len(bars)) as axes:
         for row, (bar, total) in enumerate(zip(bars.values(), totals, strict=True)):
             _draw_stack(axes, row, bar, size, extent)
-            said = f"{three_digits(total / size)} {unit}{verdict(total, list(limits.values()))}"
+            said = f"{three_digits(total / size)} {unit}{room_text(total, list(limits.values()))}"
             look = {"fontsize": 9, "fontweight": "bold", "linespacing": 1.3, "bbox": ground("white", 0.8)}
             place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(said, (total / size, row), **place, **look)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, best_known, judge_rows, left_of, read_schedule, words_of
+from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, as_typed, best_known, left_of, read_schedule, show_rows
 from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
 from course_lib.schedules.simulator import Costs
 
 
 def rows_of(schedule) -> list[str]:
-    return [words_of(row) for row in schedule.instructions]
+    return [as_typed(row) for row in schedule.instructions]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -55,14 +55,14 @@ def test_what_cannot_be_is_explained(values, said):
 def test_every_schedule_with_one_stage_a_rank_solves_the_puzzle():
     for name in SCHEDULES:
         if stages_per_rank(name) == 1:
-            (form,), said = judge_rows(rows_of(make(name, 3, 4)))
+            (form,), said = show_rows(rows_of(make(name, 3, 4)))
             assert said.startswith("Complete and right.") and form.stop == simulate(make(name, 3, 4)).makespan_s, name
 
 
 def test_nothing_and_a_beginning_are_no_mistakes():
     assert PUZZLE.answer().said.startswith("Good so far. Still to place: rank 0: F0 B0 F1")
     begun = ["f0, F1 B0", "F0 I0", ""]
-    (form,), said = judge_rows(begun, 2)
+    (form,), said = show_rows(begun, 2)
     assert "rank 0: B1; rank 1: W0 F1 B1; rank 2: F0 B0 F1 B1." in said
     assert [[(b.part[0], b.start) for b in row] for row in form.rows.values()] == [
         [("F", 0), ("F", 1)],
@@ -86,7 +86,7 @@ def test_nothing_and_a_beginning_are_no_mistakes():
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_place(rows, said):
-    assert judge_rows(rows, 2)[1].startswith("Not possible yet. ") and said in judge_rows(rows, 2)[1]
+    assert show_rows(rows, 2)[1].startswith("Not possible yet. ") and said in show_rows(rows, 2)[1]
 
 
 def test_a_word_that_cannot_be_read_is_told_without_a_chart():
@@ -95,7 +95,7 @@ def test_a_word_that_cannot_be_read_is_told_without_a_chart():
 
 
 def test_work_that_stands_twice_is_drawn_as_far_as_it_runs():
-    (chart,), said = judge_rows(["F0 B0 F0", "F0 B0"], 1)
+    (chart,), said = show_rows(["F0 B0 F0", "F0 B0"], 1)
     assert "F0@0 is there 2 times" in said
     assert [[(b.part[0], b.start) for b in row] for row in chart.rows.values()] == [
         [("F", 0), ("B", 4), ("F", 6)],
@@ -112,11 +112,11 @@ def test_the_best_known_reaches_the_bounds(pp, m):
 
 
 def test_the_score_says_how_far_from_the_best():
-    said = {name: judge_rows(rows_of(make(name, 3, 4)))[1] for name in ("naive", "afab", "1f1b")}
+    said = {name: show_rows(rows_of(make(name, 3, 4)))[1] for name in ("naive", "afab", "1f1b")}
     assert "The best known with whole backwards, 1F1B, takes 18: 18 less." in said["naive"]
     assert "1F1B has fewer in flight: 3, 2, 1." in said["afab"] and "by rank: 4, 4, 4" in said["afab"]
     assert "is shorter or has fewer in flight. With B split into I and W, ZB-H1 takes 14: try it." in said["1f1b"]
     split = "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
     third = "F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3"
-    assert "ZB-H1, takes 14: 1 less." in judge_rows([*split, third])[1]
+    assert "ZB-H1, takes 14: 1 less." in show_rows([*split, third])[1]
     assert PUZZLE.answer(**PUZZLE.presets["a solution"][0]).said.startswith("Complete and right.")

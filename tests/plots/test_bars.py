@@ -74,9 +74,9 @@ def test_a_budget_bar_adds_up_to_the_budget():
 
 
 def test_a_budget_equal_to_the_limit_fits_and_one_byte_more_does_not():
-    assert [memory.verdict(total, [100]) for total in (100, 101)] == ["\nfits", "\nout of memory"]
-    assert memory.verdict(101, [100, 101, 200]) == "\nfits 2 of 3" and memory.verdict(5, []) == ""
-    assert memory.verdict(9, [1, 2]) == "\nout of memory on all"
+    assert [memory.room_text(total, [100]) for total in (100, 101)] == ["\nfits", "\nout of memory"]
+    assert memory.room_text(101, [100, 101, 200]) == "\nfits 2 of 3" and memory.room_text(5, []) == ""
+    assert memory.room_text(9, [1, 2]) == "\nout of memory on all"
 
 
 def test_limits_that_coincide_become_one_line_and_labels_that_would_touch_go_up():
@@ -246,7 +246,7 @@ def test_the_picture_has_four_panels_with_these_numbers(tmp_path, shown):
         run_logs.write(tmp_path, rank, run_logs.steps(rank, 5, own_s=0.3 if rank == 2 else 0.1))
     run = show_run(tmp_path)
     loss, speed, panel, seconds = shown[0].axes
-    assert shown[0].get_suptitle() == run.verdict and "rank 2 is slow" in run.verdict
+    assert shown[0].get_suptitle() == run.finding and "rank 2 is slow" in run.finding
     assert list(loss.lines[0].get_ydata()) == [5.0, 4.9, 4.8, 4.7, 4.6]
     assert [line.get_label() for line in speed.lines] == [f"rank {rank}" for rank in range(4)]
     assert [bar.get_height() for bar in panel.patches] == pytest.approx([200] * 4, rel=1e-6)
