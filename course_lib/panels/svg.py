@@ -30,7 +30,7 @@ _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured",
     OKABE_ITO["purple"]: "transfer",
     KIND_COLORS["overhead"]: "no tensor",
-    "#999999": "allocator's reserve, bubble, world, other ranks",
+    "#999999": "allocator's reserve, bubble, world, other ranks, experts not chosen",
     mix(KIND_COLORS["activations"], "#FFFFFF", 0.6): "waiting for weight gradients",
 }
 COLORS = KIND_COLORS | AXIS_COLORS | {part: color for color, parts in _PARTS.items() for part in parts.split(", ")}

@@ -7,13 +7,12 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.minimal.planner import plan
 from course_lib.plan import Job, work_out
-from course_lib.plan.measured import measured_job
 from course_lib.plots import choosing, experts
 from course_lib.plots import pipeline_concepts as pipelines
 from course_lib.schedules import make, simulate
 from course_lib.timing.failures import Failures, best_interval_s, goodput
+from course_lib.units import show_seconds
 
 # ---------------------------------------------------------------- experts
 
@@ -62,24 +61,20 @@ def test_points_are_bubbles_and_peaks_in_both_countings(shown):
 # ---------------------------------------------------------------- choosing
 
 
-def test_bars_add_up_to_the_memory():
-    for option in plan(measured_job("8B", 64))[:20]:
-        assert sum(choosing.shown_kinds(option).values()) * 1e9 == pytest.approx(option.memory_bytes)
+def test_a_layout_has_a_short_name():
     assert choosing.cut_name(Layout.parse("dp=32,tp=2,zero_stage=1,micro_batch=2")) == "dp32 tp2 z1 mb2"
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
-def test_a_bar_is_as_long_as_its_step(name, shown):
+def test_a_bar_is_as_long_as_its_step(name, capsys):
     """Launches and updates are work; nothing that a step is spent on is left out."""
     measured = Cluster(gpu("h100"), link("nvlink4"), link("efa-measured"))
     job = Job(preset(name), measured, 256, 4096, 2**20)
     layouts = ("dp=64,tp=4,sequence_parallel=true,zero_stage=1,micro_batches=4", "dp=64,pp=4,micro_batches=4")
     options = {text: work_out(job, Layout.parse(text)) for text in layouts}
     choosing.show_waiting(options, "A step")
-    widths = [bar.get_width() for bar in shown[0].axes[0].patches]
-    each = len(widths) // 2
-    for option, bars in zip(options.values(), (widths[:each], widths[each:]), strict=True):
-        assert sum(bars) == pytest.approx(option.step_s, rel=1e-9)
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"{text} {show_seconds(option.step_s)}" in said for text, option in options.items())
 
 
 def test_areas_are_the_shares_and_the_line_stands_at_the_best_interval(shown):
