@@ -360,7 +360,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_rows_per_expert": {"points": {"one": 8.0}},
     },
     "plots.choosing": {"show_checkpoint_interval": {}},
-    "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
@@ -368,12 +367,16 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps_bytes": {"naive": 1.0, "better": 2.0}}},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
-    "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
+    "plots.pipeline": {
+        "show_schedule": {},
+        "show_schedules": {"simulations": [simulate(SCHEDULE)]},
+        "show_stages_of_model": {"layers_of_stage": [2, 2]},
+        "show_live": {},
+    },
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
     "plots.tiles": {
         "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},
     },
-    "plots.stages": {"show_live": {}},
     "plots.timeline": {
         "show_overlap": {"spans": [Span(0, "compute", "forward", 0.0, 1.0)]},
         "show_step_times": {"seconds": {"dp": (1.0, 2.0)}},

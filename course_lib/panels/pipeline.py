@@ -8,8 +8,9 @@ from course_lib.panels.controls import controls, named
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Box, Chart, columns
 from course_lib.schedules import SCHEDULES, Schedule, from_lists, make, problems, simulate, stages_per_rank
-from course_lib.schedules.instructions import Instruction, loop_placement
+from course_lib.schedules.instructions import Instruction, loop_placement, read_instruction
 from course_lib.schedules.simulator import Costs, Simulation, clock
+from course_lib.span import Span
 from course_lib.validate import Size, checked
 
 _MOST_BOXES = 700  # more cannot be told apart in one chart
@@ -26,15 +27,16 @@ NAMES = {
 PARTS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradients"}
 
 
-def _chart(title: str, simulation: Simulation, stop_s: float) -> Chart:
-    """A lane for each rank, with what could run of its work; a rank's later stages are lighter."""
+def schedule_chart(title: str, schedule: Schedule, spans: Sequence[Sequence[Span]], stop_s: float) -> Chart:
+    """A lane for each rank, with what ran of its work, simulated or measured; a rank's later stages are lighter."""
     rows = {}
-    for rank, (row, times) in enumerate(zip(simulation.schedule.instructions, simulation.times, strict=True)):
-        stages = simulation.schedule.stages_of_rank(rank)
+    for rank, row in enumerate(spans):
+        stages = schedule.stages_of_rank(rank)
         shades = {stage: 0.55 * place / max(1, len(stages) - 1) for place, stage in enumerate(stages)}
+        instructions = [(read_instruction(span.name, rank, f"rank {rank}"), span) for span in row]
         rows[f"rank {rank}"] = [
-            Box(*time, PARTS[one.op], str(one.micro_batch), shades[one.stage])
-            for one, time in zip(row, times, strict=False)
+            Box(span.start_s, span.stop_s, PARTS[one.op], str(one.micro_batch), shades[one.stage])
+            for one, span in instructions
         ]
     return Chart(title, rows, stop_s, unit="count", ground=True)
 
@@ -71,7 +73,7 @@ def _draw_pipeline(schedule, pp, micro_batches, v, forward, input_gradient, weig
     }
     title = f"{NAMES.get(schedule, schedule)}: a bubble of {clocked.bubble_of_ideal:.1%} of the ideal time"
     return [
-        _chart(title, clocked, clocked.makespan_s),
+        schedule_chart(title, clocked.schedule, clocked.rows, clocked.makespan_s),
         columns("Most micro-batches kept at once, by rank", most, "count", upright=90),
     ], said
 
@@ -144,12 +146,12 @@ def show_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
         said = f"Not possible yet. {'. '.join([*wrong[:_SHOWN], *more])}."
     elif not lacks:
         clocked = simulate(schedule, _COSTS)
-        return [_chart("Your schedule", clocked, clocked.makespan_s)], _score(clocked)
+        return [schedule_chart("Your schedule", schedule, clocked.rows, clocked.makespan_s)], _score(clocked)
     else:
         said = f"Good so far. Still to place: {lacks}. {_RULES}"
     begun, longest = clock(schedule, _COSTS), best_known(len(rows), micro_batches, split=False)  # a scale that stays
     stop_s = max([longest.makespan_s, *(stop for times in begun.times for _, stop in times)])
-    return [_chart("What can run of it so far", begun, stop_s)], said
+    return [schedule_chart("What can run of it so far", schedule, begun.rows, stop_s)], said
 
 
 def _score(clocked: Simulation) -> str:

@@ -51,5 +51,6 @@ def show_charts(title: str, *charts: Chart) -> None:
     said = []
     for chart in charts:
         rows = "; ".join(f"{label} {chart.notes.get(label, '')}".strip() for label in chart.rows)
-        said.append(f"{rows}." if chart.title == title else f"{chart.title}: {rows}.")
+        words = [chart.title] * (chart.title != title) + [rows] * bool(chart.notes)
+        said += [f"{': '.join(words)}."] * bool(words)
     display(Concept(drawing(title, " ".join(said), charts)))

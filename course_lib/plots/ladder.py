@@ -21,7 +21,7 @@ def show_ladder(steps_bytes: Mapping[str, float], title: str, limits: Mapping[st
     values = list(steps_bytes.values())
     lowest = min((limits or {}).values(), default=None)
     notes = {
-        label: gain_text(before, value) + (lowest is not None) * (", fits" if value <= lowest else ", does not fit")
+        label: gain_text(before, value) + ("" if lowest is None else ", fits" if value <= lowest else ", does not fit")
         for (label, value), before in zip(steps_bytes.items(), [values[0], *values], strict=False)
     }
     rows = {label: {"activations": value} for label, value in steps_bytes.items()}

@@ -1,6 +1,5 @@
 """Every picture is shown once and closed, no text lies on another, and it takes few bytes of a notebook."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,16 +26,12 @@ from course_lib.plots import (
     holdings,
     memory,
     pipeline,
-    pipeline_concepts,
-    pipeline_trace,
     precision,
-    stages,
     tiles,
     timeline,
 )
 from course_lib.run import Run
-from course_lib.schedules import Costs, make, one_f_one_b, simulate
-from course_lib.schedules.instructions import loop_placement
+from course_lib.schedules import Costs, make, simulate
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
@@ -79,11 +74,6 @@ PICTURES = {
     "work": lambda: context.show_work(SEQUENCE_SHARDINGS),
     "memory by length": lambda: context.show_memory_by_length(LENGTHS, gpu("h100"), "t"),
     "rows per expert": lambda: experts.show_rows_per_expert({"one": 128, "EP": 8192}, 7168, 2048, gpu("h100")),
-    "messages": lambda: pipeline_concepts.show_messages(TINY["afab"], "t"),
-    "trace": lambda: pipeline_concepts.show_trace(TINY["naive"].schedule, TINY["naive"].rows, "t"),
-    "stages": lambda: pipeline_concepts.show_stages_of_model([7, 8, 8, 7], None, [2.1e9, 1.7e9, 1.7e9, 2.1e9]),
-    "stages, interleaved": lambda: pipeline_concepts.show_stages_of_model([1] * 12, loop_placement(4, 3)),
-    "bubble and memory": lambda: pipeline_concepts.show_tradeoff([simulate(make(n, 4, 8)) for n in ("afab", "zbv")]),
     "front": lambda: choosing.show_front(RANKED, front(RANKED)),
     "by memory": lambda: choosing.show_by_memory(NAMED, "t"),
     "losses": lambda: choosing.show_losses({"one": [3.0, 2.0, 1.5], "other": [3.0, 2.5, 2.0]}, "Two rules"),
@@ -97,24 +87,13 @@ PICTURES = {
     "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
     "alpha-beta": lambda: curves.show_alpha_beta(8, LINKS["efa"], title="t"),
     "throughput": lambda: curves.show_curves(MODELS, PUBLISHED, "t", "GPUs", "tokens per second and GPU"),
-    "1F1B": lambda: pipeline.show_schedule(simulate(make("1f1b", 4, 8))),
-    "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
-    "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
-    "stacked": lambda: pipeline.show_schedules([simulate(make(name, 4, 8)) for name in ("naive", "1f1b", "zb_h2")]),
-    "measured": lambda: pipeline_trace.show_measured(
-        simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),
-        simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,
-    ),
-    "alive": lambda: stages.show_live(simulate(make("zbv", 4, 8))),
     "balance": lambda: experts.show_balance({"no balancing": UNEVEN, "aux": [[1] * 8] * 9, "bias": UNEVEN}),
     "traffic": lambda: experts.show_traffic([[5, 3, 2, 1], [1, 7, 2, 2], [3, 3, 1, 0], [4, 1, 1, 9]], 8192, "t"),
     "holdings": lambda: holdings.show_holdings(preset("toy-moe"), SIXTEEN),
 }
 NO_ROOM = {
     "at least 1 row": lambda: experts.show_rows_per_expert({}, 8, 8, gpu("h100")),
-    "the layers of each stage": lambda: pipeline_concepts.show_stages_of_model([4, 4], [0, 1, 2]),
-    "room for 32 on 8": lambda: pipeline_concepts.show_stages_of_model([1] * 16),
-    "at least one simulate": lambda: pipeline_concepts.show_tradeoff([]),
+    "the layers of each stage": lambda: pipeline.show_stages_of_model([4, 4], [0, 1, 2]),
     "no simulation to draw": lambda: pipeline.show_schedules([]),
     "no bar to draw": lambda: choosing.show_options([]),
     "no option": lambda: choosing.show_front([], []),
