@@ -49,7 +49,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
-        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -163,6 +163,21 @@ address: setup  ## where the course is had from: make address REPOSITORY=https:/
 
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
+
+# What a Python with torch and pytest, but without this course's other packages, lacks for `make gpu-day`.
+GPU_WHEELS ?= .gpu-wheels
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES := docstring_parser tyro typeguard
+GPU_DAY ?= runs/gpu-day.json
+
+gpu-day-wheels: setup  ## wheels that a plain python3 lacks for gpu-day, on a machine without network: GPU_PYTHON=3.12
+	rm -rf $(GPU_WHEELS)
+	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 -c constraints.txt -d $(GPU_WHEELS) $(GPU_PACKAGES)
+	@kib=$$(du -sk $(GPU_WHEELS) | cut -f 1); echo "$(GPU_WHEELS): $$kib KiB"; test $$kib -le 61440
+
+gpu-day: $(STAMP)  ## what needs a GPU, most important first, in at most 9 minutes on one; a plain python3 with the wheels: VENV= PYTHON=python3
+	$(RUN) benchmarks/gpu_day.py --out $(GPU_DAY) $(if $(strip $(VENV)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)))
 
 test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 11 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu

@@ -371,6 +371,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_schedule": {},
         "show_schedules": {"simulations": [simulate(SCHEDULE)]},
         "show_stages_of_model": {"layers_of_stage": [2, 2]},
+        "show_warm_up": {},
         "show_live": {},
     },
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},

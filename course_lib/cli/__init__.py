@@ -8,6 +8,7 @@ asked.py         words that plan, predict and simulate share: tokens, models, GP
 plan.py          `course plan`: the fastest layout that fits, and why
 predict.py       `course predict`, `course calibrate`: what runs of a table would show on a cluster
 cluster.py       `course cluster`: a site written down, and looked at before a long job
+gpu_report.py    `course gpu-report`: what `make gpu-day` measured on a GPU, as docs/GPU.md
 lab.py           `course lab`: what to run on a cluster for a chapter, and what was measured beside the model
 grade.py         `course grade`: points of a class, without asking the submissions' kernels
 claims.py        `course claims`: claims that circulate, recomputed

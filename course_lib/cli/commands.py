@@ -92,6 +92,18 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
     return bench(as_json=json, check=check, rounds=rounds)
 
 
+def _gpu_report(file: Positional[Path | None] = None, folder: Path = Path("docs")) -> int:
+    """Write GPU.md from what `make gpu-day` measured on a GPU.
+
+    Args:
+        file: the table that `make gpu-day` wrote; without it, the one that is in the folder
+        folder: where GPU.md and its table gpu_day.json are
+    """
+    from course_lib.cli.gpu_report import gpu_report
+
+    return gpu_report(file, folder)
+
+
 def _train(options: OmitArgPrefixes[Options]) -> int:
     """Train a model under any layout; `torchrun -m course_lib.train` starts as many ranks as it needs."""
     from course_lib.train.__main__ import run_as_script
@@ -113,6 +125,7 @@ COMMANDS = {
     "watch": watch,
     "cluster": cluster,
     "lab": lab,
+    "gpu-report": _gpu_report,
     "grade": grade,
     "train": _train,
 }

@@ -10,7 +10,7 @@ one_f_one_b.py a pipeline: lists of instructions, and a rank that executes its l
 precision.py   FP32 master weights, loss scaling, stochastic rounding
 lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
-recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores
+recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores, of norms and SwiGLU
 flash.py       FlashAttention over blocks, forward and backward
 ring_attention.py  context parallelism: ring attention forward and backward, tokens cut in two ways
 moe.py         a mixture of experts on one process: router, sorted rows, experts, weighted sum, a loss that balances

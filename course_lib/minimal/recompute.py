@@ -8,6 +8,7 @@ Source   Chen et al. 2016 (arXiv:1604.06174)
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -80,3 +81,55 @@ def recompute_cores(model):
     """Let a model recompute its attention cores only: selective recomputation."""
     for block in model.blocks:
         block.attention.core = partial(recompute, block.attention.core)
+
+
+class CheapThenLinear(torch.autograd.Function):
+    """f(a, b) W^T for several W and a cheap f: keep a and b, and run f again in backward. No product runs again."""
+
+    @staticmethod
+    def forward(ctx, cheap, a, b, *weights):
+        ctx.cheap, ctx.autocast = cheap, autocast_as_now(a)
+        ctx.save_for_backward(a, b, *weights)
+        x = cheap(a, b)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        a, b, *weights = ctx.saved_tensors
+        a, b = own_leaf(a), own_leaf(b)
+        with ctx.autocast:
+            with torch.enable_grad():
+                x = ctx.cheap(a, b)
+            pairs = zip(grads, weights, strict=True)
+            x.backward(sum(grad @ weight for grad, weight in pairs).to(x.dtype))
+            rows = x.detach().flatten(0, -2)
+            return None, a.grad, b.grad, *(grad.flatten(0, -2).t() @ rows for grad in grads)
+
+
+def recompute_norms(model):
+    """Let a model's projections keep a norm's input, not its output."""
+    for block in model.blocks:
+        pairs = (block.attention_norm, block.attention), (block.mlp_norm, block.mlp)
+        for norm, layer in pairs:
+            normed = partial(F.rms_norm, eps=norm.eps)
+            layer.project = partial(project_normed, normed, norm.weight)
+            norm.forward = lambda x_BSD: x_BSD  # the norm runs inside project
+
+
+def project_normed(norm, weight_D, x_BSD, layers):
+    """Return the products of norm(x) with each layer."""
+    weights = [layer.weight for layer in layers]
+    return CheapThenLinear.apply(lambda x, w: norm(x, w.shape, w), x_BSD, weight_D, *weights)
+
+
+def recompute_products(model):
+    """Let `down` keep what silu(gate) * up is made of, not the product."""
+    for block in model.blocks:
+        block.mlp.forward = partial(swiglu, block.mlp)
+
+
+def swiglu(mlp, x_BSD):
+    """Return down(silu(gate) * up)."""
+    gate_BSF, up_BSF = mlp.project(x_BSD, (mlp.gate, mlp.up))
+    inputs = gate_BSF, up_BSF, mlp.down.weight
+    return CheapThenLinear.apply(lambda gate, up: F.silu(gate) * up, *inputs)[0]

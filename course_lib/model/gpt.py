@@ -129,10 +129,14 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        return self.head(self.hidden(tokens_BS, positions_S))
+
+    def hidden(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        """Return what the head multiplies, x_BSD: the last block's output behind the final norm."""
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x_BSD = self.dropout(self.embed(tokens_BS) + self.positions(positions_S))
-        return self.head(self.norm(_run_blocks(self.blocks, x_BSD, self.recompute)))
+        return self.norm(_run_blocks(self.blocks, x_BSD, self.recompute))
 
 
 class Encoder(nn.Module):

@@ -223,6 +223,10 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        return self.head(self.hidden(tokens_BS, positions_S))
+
+    def hidden(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        """Return what the head multiplies, x_BSD: the last block's output behind the final norm."""
         x_BSD = self.embed(tokens_BS)
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -232,7 +236,7 @@ class Llama(nn.Module):
                 x_BSD = checkpoint(block, x_BSD, cos_SH, sin_SH, use_reentrant=False)
             else:
                 x_BSD = block(x_BSD, cos_SH, sin_SH)
-        return self.head(self.norm(x_BSD))
+        return self.norm(x_BSD)
 
 
 CLASSES = {"llama": Llama, "gpt": GPT, "xlmr": Encoder}

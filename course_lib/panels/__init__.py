@@ -7,7 +7,9 @@ svg.py          rows of boxes over an axis, as bars, columns or lanes: records, 
 controls.py     the controls of all panels, and the runs that their values mean
 one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
 collectives.py  COLLECTIVE: latency against moving bytes; OVERLAP: buckets beside backward
+ring.py         RING: an all-reduce around a ring, step by step
 runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
-pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed by hand
+game.py         GAME: a layout for a job of the day, ranked among those of the search
+pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed on a grid by hand
 experts.py      EXPERTS: load, drops, bytes within and between nodes
 """

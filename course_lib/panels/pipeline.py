@@ -1,17 +1,18 @@
-"""Pipelines (lesson 8): schedules on the clock, and a puzzle: to write down a pipeline's work by hand."""
+"""Pipelines (lesson 8): schedules on the clock, and a puzzle: to place a pipeline's work on a grid by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 from course_lib.panels.controls import controls, named
 from course_lib.panels.record import Control, Panel, Shown
-from course_lib.panels.svg import Box, Chart, columns
-from course_lib.schedules import SCHEDULES, Schedule, from_lists, make, problems, simulate, stages_per_rank
-from course_lib.schedules.instructions import Instruction, loop_placement, read_instruction
-from course_lib.schedules.simulator import Costs, Simulation, clock
+from course_lib.panels.svg import Box, Chart, bars, columns
+from course_lib.schedules import SCHEDULES, chart_problems, from_lists, make, problems, simulate, stages_per_rank
+from course_lib.schedules.check import chart_times
+from course_lib.schedules.instructions import Instruction, Schedule, is_idle, loop_placement, read_instruction, words_of
+from course_lib.schedules.simulator import Costs, Simulation, text_chart
 from course_lib.span import Span
-from course_lib.validate import Size, checked
 
 _MOST_BOXES = 700  # more cannot be told apart in one chart
 NAMES = {
@@ -87,26 +88,46 @@ PIPELINE = Panel(
 )
 
 # ------------------------------------------------------------------------------------ a puzzle
-RANKS, MICRO_BATCHES = 3, 4
-_COSTS = Costs(forward_s=1.0, input_backward_s=1.0, weight_backward_s=1.0)
-_RULES = "F takes 1; B takes 2, or in its place I and W, 1 each: the next rank needs only I."
-_SHOWN = 4  # problems at once; the rest is counted
+RANKS, MICRO_BATCHES, SLOTS = 3, 4, 28
+LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_RULES = "F takes 1 slot; B takes 2, or in its place I and W, 1 each: the rank before needs only I."
+_SHOWN = 3  # problems at once; the rest is counted
 
 
-def as_typed(row: Sequence[Instruction]) -> str:
-    """Return one rank's work as it is typed."""
-    return " ".join(f"{one.op}{one.micro_batch}" for one in row)
+def cells_of(chart: str) -> list[list[str]]:
+    """Return the cells of a chart, a row a rank, SLOTS each: a word, "-" where it goes on, "." where the rank waits.
 
-
-def read_schedule(rows: Sequence[str], micro_batches: int) -> Schedule:
-    """Return typed rows as a schedule with one stage a rank; commas and small letters are fine.
-
-    Raises   ValueError for a word that cannot be read
+    Raises   ValueError unless there is one line for each rank
     """
-    words, placement = [row.replace(",", " ").upper().split() for row in rows], loop_placement(len(rows), 1)
-    if not any(words):
-        return Schedule("Your schedule", len(rows), micro_batches, placement, tuple(() for _ in rows))
-    return from_lists(words, placement, micro_batches, name="Your schedule")
+    rows = words_of(chart.upper())
+    if len(rows) != RANKS or max(map(len, rows)) > SLOTS:
+        sizes = f"{len(rows)} lines of at most {max(map(len, rows), default=0)} words"
+        raise ValueError(f"the chart has {sizes}; write {RANKS}, one for each rank, of at most {SLOTS} words")
+    return [[*row, *["."] * (SLOTS - len(row))] for row in rows]
+
+
+def press(chart: str, rank: int, slot: int, op: str) -> str:
+    """Return the chart with the next micro-batch of op placed at a slot, or without the word that lies there."""
+    rows = cells_of(chart)
+    row, first = rows[rank], slot
+    while row[first] == "-":
+        first -= 1
+    stop = next((at for at in range(first + 1, SLOTS) if row[at] != "-"), SLOTS)
+    if row[first] != ".":
+        row[first:stop] = ["."] * (stop - first)
+    else:
+        clash = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}[op]
+        row[slot] = next(f"{op}{i}" for i in range(SLOTS) if not {f"{one}{i}" for one in clash} & set(row))
+        if row[slot + 1 : slot + LENGTHS[op]] == ["."]:
+            row[slot + 1] = "-"
+    return "\n".join(map(" ".join, rows))
+
+
+@cache
+def known_schedules(message: int) -> dict[str, Simulation]:
+    """Return 1F1B and ZB-H1 on the clock, with so many slots for a message."""
+    names, costs = {"1F1B": "1f1b", "ZB-H1": "zb_h1"}, Costs(1.0, 1.0, 1.0, message)
+    return {label: simulate(make(name, RANKS, MICRO_BATCHES), costs) for label, name in names.items()}
 
 
 def left_of(row: Sequence[Instruction], micro_batches: int) -> list[str]:
@@ -119,76 +140,75 @@ def left_of(row: Sequence[Instruction], micro_batches: int) -> list[str]:
     return left
 
 
-@checked
-def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Simulation:
-    """Return the shortest of the course's schedules with one stage a rank, with whole backwards or with split ones.
-
-    Among equally long ones it is the one that keeps least alive.
-    With whole backwards nothing is shorter: the last rank starts after pp - 1 forwards, and behind its last backward
-    follow pp - 1 more.
-    """
-    made = [make(name, pp, num_micro_batches) for name in SCHEDULES if stages_per_rank(name) == 1]
-    found = [simulate(one, _COSTS) for one in made if one.splits_backward == split]
-    return min(found, key=lambda best: (best.makespan_s, sum(best.peak_live)))
-
-
-def show_rows(rows: Sequence[str], micro_batches: int = MICRO_BATCHES) -> Shown:
-    """Return the chart of what can run, and mistakes, what is missing, or how good it is.
+def shown_chart(chart: str, message: int) -> Shown:
+    """Return the chart, and its slots beside 1F1B and ZB-H1; mistakes, what is missing, or how good it is.
 
     Told at once are mistakes that nothing placed later can mend; what is merely not placed yet is none.
-    Raises   ValueError for a word that cannot be read
+    Raises   ValueError for a word that cannot be read, or another number of lines
     """
-    schedule = read_schedule(rows, micro_batches)
-    left = {rank: left_of(row, micro_batches) for rank, row in enumerate(schedule.instructions)}
+    rows, stages, known = cells_of(chart), loop_placement(RANKS, 1), known_schedules(message)
+    if all(is_idle(word) for row in rows for word in row):
+        raise ValueError(f"the chart is empty; place F0 on rank 0 first. {_RULES}")
+    schedule = from_lists(rows, stages, MICRO_BATCHES, name="yours")
+    yours = Simulation(schedule, known["1F1B"].costs, chart_times(rows, schedule))
+    left = {rank: left_of(row, MICRO_BATCHES) for rank, row in enumerate(schedule.instructions)}
     lacks = "; ".join(f"rank {rank}: {' '.join(words)}" for rank, words in left.items() if words)
-    if wrong := problems(schedule, whole=not lacks):
+    wrong = [*_wrong_lengths(yours), *problems(schedule, whole=not lacks)]
+    if wrong := wrong or chart_problems("\n".join(map(" ".join, rows)), stages, False, message):
         more = [f"And {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
         said = f"Not possible yet. {'. '.join([*wrong[:_SHOWN], *more])}."
-    elif not lacks:
-        clocked = simulate(schedule, _COSTS)
-        return [schedule_chart("Your schedule", schedule, clocked.rows, clocked.makespan_s)], _score(clocked)
-    else:
+    elif lacks:
         said = f"Good so far. Still to place: {lacks}. {_RULES}"
-    begun, longest = clock(schedule, _COSTS), best_known(len(rows), micro_batches, split=False)  # a scale that stays
-    stop_s = max([longest.makespan_s, *(stop for times in begun.times for _, stop in times)])
-    return [schedule_chart("What can run of it so far", schedule, begun.rows, stop_s)], said
-
-
-def _score(clocked: Simulation) -> str:
-    """How long, how much idle, how many in flight, and how far from the best known."""
-    schedule, peaks = clocked.schedule, clocked.peak_live
-    sizes = (schedule.pp, schedule.num_micro_batches)
-    best, split = best_known(*sizes, schedule.splits_backward), best_known(*sizes, True)
-    kind = "split backwards" if schedule.splits_backward else "whole backwards"
-    behind_s = clocked.makespan_s - best.makespan_s
-    said = (
-        f"Complete and right. Length {clocked.makespan_s:.4g}; bubble {clocked.bubble_of_ideal:.1%} of ideal time, "
-        f"{clocked.bubble_of_total:.1%} of total; peak in-flight micro-batches, by rank: {', '.join(map(str, peaks))}. "
-    )
-    if behind_s > 1e-9:
-        said += f"The best known with {kind}, {best.schedule.name}, takes {best.makespan_s:.4g}: {behind_s:.4g} less."
-    elif behind_s < -1e-9:
-        said += f"That is {-behind_s:.4g} less than the best that this course knows, {best.schedule.name}!"
-    elif sum(peaks) > sum(best.peak_live):
-        fewer = ", ".join(map(str, best.peak_live))
-        said += f"Nothing known with {kind} is shorter, but {best.schedule.name} has fewer in flight: {fewer}."
     else:
-        said += f"Nothing known with {kind} is shorter or has fewer in flight."
-    if split.makespan_s < clocked.makespan_s - 1e-9 and not schedule.splits_backward:
-        said += f" With B split into I and W, {split.schedule.name} takes {split.makespan_s:.4g}: try it."
+        said = _score(yours, known)
+    longest_s = max(one.makespan_s for one in (yours, *known.values()))
+    lanes = schedule_chart("Your schedule", schedule, yours.rows, longest_s)
+    found = {"yours": yours} | known
+    slots = {
+        label: {"computing": sum(one.busy_s) / RANKS, "bubble": sum(one.idle_s) / RANKS} for label, one in found.items()
+    }
+    kept = {label: f" slots; a rank keeps {_kept(one)}" for label, one in found.items()}
+    return [lanes, bars("Slots until the last rank is done", slots, "count", notes=kept, chosen="yours")], said
+
+
+def _wrong_lengths(simulation: Simulation) -> Iterator[str]:
+    """What does not take the slots that it needs."""
+    for rank, row in enumerate(simulation.timed):
+        for one, span in row:
+            if span.seconds != LENGTHS[one.op]:
+                word, slots = f"{one.op}{one.micro_batch}", LENGTHS[one.op]
+                needs = f"{word} takes {slots} slot{'s' * (slots > 1)}; write {' '.join([word, *'-' * (slots - 1)])}"
+                yield f"column {span.start_s}: on rank {rank} {needs}"
+
+
+def _kept(simulation: Simulation) -> str:
+    """The most micro-batches that each rank keeps, from F to B, or to W."""
+    return ", ".join(f"{count:g}" for count in simulation.peak_bytes(1, 1))
+
+
+def _score(yours: Simulation, known: Mapping[str, Simulation]) -> str:
+    """How long, how many micro-batches a rank keeps, and both of the known schedules."""
+    said = f"Complete and right: {yours.makespan_s:g} slots, a rank keeps {_kept(yours)} micro-batches."
+    for label, one in known.items():
+        more = yours.makespan_s - one.makespan_s
+        words = f"{abs(more):g} {'more' if more > 0 else 'fewer'} than" if more else "as many as"
+        said += f" That is {words} {label}, which keeps {_kept(one)}."
     return said
 
 
-_SOLUTION = make("1f1b", RANKS, MICRO_BATCHES).instructions
+_BEGUN = press(press(press("\n".join("." * RANKS), 0, 0, "F"), 1, 2, "F"), 2, 4, "F")  # a message takes slot 1, slot 3
+
+
 PUZZLE = Panel(
     "Place the blocks of a pipeline",
     {
-        f"rank{rank}": Control(f"rank {rank}", named(f"{op}{i}" for op in "FBIW" for i in range(4)), "", "words")
-        for rank in range(RANKS)
+        "chart": Control("place", tuple((PARTS[op], op) for op in LENGTHS), _BEGUN, "grid", cells_of, press),
+        "message": Control("a message takes", (("no slot", 0), ("1 slot", 1)), 1),
     },
-    lambda **rows: show_rows(list(rows.values())),
+    shown_chart,
     {
-        "a solution": ({f"rank{rank}": as_typed(row) for rank, row in enumerate(_SOLUTION)}, ""),
-        "empty ranks": ({f"rank{rank}": "" for rank in range(RANKS)}, ""),
-    },
+        label: ({"chart": "\n".join(map(" ".join, cells_of(text_chart(one))))}, "")
+        for label, one in known_schedules(1).items()
+    }
+    | {"a beginning": ({}, "")},
 )

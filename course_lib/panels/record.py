@@ -25,20 +25,23 @@ class Control:
 
     list, slider   one value of the options
     strip          a switch for each option; the value is a text of 0s and 1s
-    words          a line of words; the options are words to press, others can be typed
+    grid           cells to press, and the value as text: `cells(value)` are its words by row and column, the first
+                   letter of each an option; `press(value, row, column, option)` is the value after a cell was pressed
     """
 
     label: str
     options: tuple[tuple[str, Value], ...]
     start: Value
-    kind: Literal["list", "slider", "strip", "words"] = "list"
+    kind: Literal["list", "slider", "strip", "grid"] = "list"
+    cells: Callable[[str], list[list[str]]] | None = None
+    press: Callable[[str, int, int, Value], str] | None = None
 
     def __post_init__(self) -> None:
         if not self.allows(self.start):
             raise ValueError(f"{self.label} starts at {self.start!r}; choose from {self._values()}")
 
     def allows(self, value: Value) -> bool:
-        if self.kind == "words":
+        if self.kind == "grid":
             return isinstance(value, str)
         if self.kind == "strip":
             return isinstance(value, str) and len(value) == len(self.options) and set(value) <= {"0", "1"}

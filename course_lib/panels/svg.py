@@ -22,12 +22,13 @@ from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_
 WIDTH, LARGEST_HEIGHT = 720, 468  # 1,000 x 650 on a page 1,000 pixels wide
 _ROW, _NAME = 22, 13  # heights: of a row, of a name above the rows
 _PARTS = {  # names of parts by colour, beside kinds of memory and axes
-    OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range",
-    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient",
-    OKABE_ITO["green"]: "update, W weight gradients, expert_dp",
+    OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range, "
+    "partial sum",
+    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now",
+    OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all",
     OKABE_ITO["yellow"]: "launches",
     OKABE_ITO["blue"]: "data, moving bytes, computed, predicted, layer",
-    OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured",
+    OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured, wrong",
     OKABE_ITO["purple"]: "transfer",
     KIND_COLORS["overhead"]: "no tensor",
     "#999999": "allocator's reserve, bubble, world, other ranks, experts not chosen, embed, head",
@@ -56,7 +57,7 @@ _CSS = (
 )
 _PLAIN = {"ink": "#1a1a1a", "soft": "#595959", "faint": "#ededed", "grid": "#dcdcdc", "rule": "#1a1a1a"}  # without CSS
 
-Unit = Literal["bytes", "seconds", "share", "count", "exponent"]
+Unit = Literal["bytes", "seconds", "share", "count", "exponent", "place"]  # a place has no ticks
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class Chart:
 
     def _ticks(self, frame: _Frame) -> Iterator[str]:
         """Lines at round numbers."""
+        if self.unit == "place":
+            return
         factor, name = _scale_of(self.stop, self.unit)
         form = "1e{:.0f}" if self.unit == "exponent" else "{:,.6g}" + f" {name}" * (bool(name) and not self.upright)
         for tick in ticks_of(self.start / factor, self.stop / factor, 4 if self.upright else 8):

@@ -1,7 +1,6 @@
 """Ranks that talk: values moving through collectives, and a ring all-reduce step by step."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from course_lib.palette import (
     NEUTRAL_COLOR,
@@ -9,6 +8,7 @@ from course_lib.palette import (
     RANK_COLORS,
     mix,
 )
+from course_lib.panels.ring import RingState, ring_states
 from course_lib.plots.style import panel_title, picture_panels, write
 from course_lib.plots.tiles import EMPTY, OUTLINED, Tile, TileRow, draw_tiles, ranks
 from course_lib.validate import checked
@@ -97,72 +97,29 @@ def show_collectives(of_ranks: Sequence[Mapping], title: str) -> None:
 # ---------------------------------------------------------------- the ring, step by step
 
 
-@dataclass(frozen=True)
-class RingStep:
-    """What every rank holds after one step: values and how many ranks are summed in each, by [rank][piece].
-
-    `received[rank]` is the piece that has just come from the left neighbour, None at the start.
-    """
-
-    label: str
-    values: list[list[float]]
-    summed: list[list[int]]
-    received: list[int | None]
-
-    def tiles(self, outlined: Sequence[int | None]) -> list[list[Tile]]:
-        """Return a row a rank, the bluer the more is summed, with one piece of each rank outlined."""
-        return [
-            [
-                Tile(_number(value), self._color(rank, piece), look=OUTLINED if outlined[rank] == piece else {})
-                for piece, value in enumerate(row)
-            ]
-            for rank, row in enumerate(self.values)
+def _ring_tiles(state: RingState) -> list[list[Tile]]:
+    """Return a row a rank, the bluer the more is summed, with the piece outlined that has just come."""
+    return [
+        [
+            Tile(
+                _number(value),
+                _ring_color((summed - 1) / max(len(state.values) - 1, 1)),
+                look=OUTLINED if came == piece else {},
+            )
+            for piece, (value, summed) in enumerate(zip(*row, strict=True))
         ]
-
-    def _color(self, rank: int, piece: int) -> str:
-        count, all_ranks = self.summed[rank][piece], len(self.values)
-        if count == all_ranks:
-            return OKABE_ITO["green"]
-        return mix(OKABE_ITO["sky"], "#FFFFFF", 0.85 - 0.85 * (count - 1) / max(all_ranks - 1, 1))
+        for *row, came in zip(state.values, state.summed, state.received, strict=True)
+    ]
 
 
-@checked
-def ring_all_reduce_steps(values: Iterable) -> list[RingStep]:
-    """Every state of a ring all-reduce of G ranks with G pieces each: the start, then 2 (G - 1) steps.
-
-    Rank r sends piece r - 1 - step first, to r + 1, so that it ends up responsible for piece r.
-
-    Raises   ValueError if the values are not G rows of G numbers
-    """
-    values = rows_of(values)
-    n = len(values)
-    if any(len(row) != n for row in values):
-        raise ValueError(
-            f"{n} ranks need {n} pieces each, got rows of {[len(row) for row in values]}; cut each row into {n}"
-        )
-    summed = [[1] * n for _ in range(n)]
-    steps = [RingStep("start", _copy(values), _copy(summed), [None] * n)]
-    for step in range(2 * (n - 1)):
-        reducing = step < n - 1
-        received = [(rank - 2 - step) % n if reducing else (rank - 1 - (step - (n - 1))) % n for rank in range(n)]
-        sent = [(values[rank - 1][piece], summed[rank - 1][piece]) for rank, piece in enumerate(received)]
-        for rank, piece in enumerate(received):
-            value, count = sent[rank]
-            values[rank][piece] = values[rank][piece] + value if reducing else value
-            summed[rank][piece] = summed[rank][piece] + count if reducing else count
-        trip = "reduce-scatter" if reducing else "all-gather"
-        steps.append(RingStep(f"{trip}, s = {step % (n - 1)}", _copy(values), _copy(summed), received))
-    return steps
-
-
-def _copy(rows: list[list]) -> list[list]:
-    return [list(row) for row in rows]
+def _ring_color(share: float) -> str:
+    return OKABE_ITO["green"] if share == 1 else mix(OKABE_ITO["sky"], "#FFFFFF", 0.85 - 0.85 * share)
 
 
 @checked
 def show_ring_all_reduce(values: Iterable, title: str) -> None:
     """Show a ring all-reduce of G ranks with G numbers each, step by step: `values[rank][piece]` before it."""
-    steps = ring_all_reduce_steps(values)
+    steps = ring_states(rows_of(values))
     columns = min(len(steps), 4)
     lines = -(-len(steps) // columns)
     with picture_panels(lines, columns, 2.05 * lines + 0.75, title, squeeze=False) as (figure, panels):
@@ -170,7 +127,7 @@ def show_ring_all_reduce(values: Iterable, title: str) -> None:
             axes.set_axis_off()
         for index, (axes, step) in enumerate(zip(panels.flat, steps, strict=False)):
             names = ranks(len(step.values)) if index % columns == 0 else ()
-            draw_tiles(axes, step.tiles(step.received), names, fontsize=9)
+            draw_tiles(axes, _ring_tiles(step), names, fontsize=9)
             axes.set_aspect("equal")
             panel_title(axes, step.label, "center")
         said = "outlined: just came from the left neighbour · bluer: more ranks summed · green: the sum of all"

@@ -51,6 +51,23 @@ def show_schedules(simulations: Sequence[Simulation]) -> None:
     show_charts("Pipeline schedules in simulated time", *charts)
 
 
+def warm_ups(simulation: Simulation) -> list[int]:
+    """Count the forwards of each rank before its first backward: its warm-up, and the first of the steady state."""
+    ops = ["".join(one.op for one in row) for row in simulation.schedule.instructions]
+    return [len(row) - len(row.lstrip("F")) for row in ops]
+
+
+@checked
+def show_warm_up(simulation: Simulation) -> None:
+    """Show a chart until its last rank has done its first backward, with each rank's forwards before it behind."""
+    counts = warm_ups(simulation)
+    end_s = max(row[count][1] for count, row in zip(counts, simulation.times, strict=True))
+    rows = [[span for span in row if span.stop_s <= end_s] for row in simulation.rows]
+    title = f"{simulation.schedule.name}: forwards before the first backward"
+    notes = {f"rank {rank}": f"{count} before" for rank, count in enumerate(counts)}
+    show_charts(title, replace(schedule_chart(title, simulation.schedule, rows, end_s), notes=notes))
+
+
 def message_arrows(simulation: Simulation) -> list[Arrow]:
     """Return each message between two ranks, from the end of what made it to the start of what needed it."""
     at = {one: (f"rank {rank}", span) for rank, row in enumerate(simulation.timed) for one, span in row}

@@ -13,10 +13,10 @@ A schedule is right if
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from course_lib.schedules.instructions import OPS, Instruction, Schedule, from_lists, is_idle, words_of
-from course_lib.validate import checked
+from course_lib.validate import Amount, checked
 
 SHOWN = 10  # problems in one error; the rest is counted
 
@@ -246,33 +246,42 @@ def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Instruction]]:
 # --- charts
 
 
+def chart_times(rows: Sequence[Sequence[str]], schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(start, stop) of each instruction of a chart's rows, in columns: "-" goes on with what stands left of it."""
+    times = []
+    for row, instructions in zip(rows, schedule.instructions, strict=True):
+        starts = [column for column, cell in enumerate(row) if not is_idle(cell)]
+        stops = [next((c for c in range(at + 1, len(row)) if row[c] != "-"), len(row)) for at in starts]
+        times.append(tuple(zip(starts, stops, strict=True)))
+        assert len(times[-1]) == len(instructions)
+    return tuple(times)
+
+
 @checked
-def chart_problems(chart: str, rank_of_stage: tuple[int, ...] | None = None, whole: bool = True) -> list[str]:
+def chart_problems(
+    chart: str, rank_of_stage: tuple[int, ...] | None = None, whole: bool = True, message_slots: Amount = 0
+) -> list[str]:
     """Whether a chart can happen: a line a rank, a column a slot of time, "." idle, "-" goes on with what stands left.
 
     Charts in slides and blogs often keep the right order but show times that cannot be. With whole=False the chart may
-    be cut off, or lack instructions: only its times are checked. Columns are counted from 0.
+    be cut off, or lack instructions: only its times are checked. Columns are counted from 0, and what starts first is
+    told first. A message between ranks takes message_slots columns.
     """
     rows = words_of(chart)
     schedule = from_lists(rows, rank_of_stage, name="chart")
-    slots = {}
-    for row, instructions in zip(rows, schedule.instructions, strict=True):
-        starts = [column for column, cell in enumerate(row) if not is_idle(cell)]
-        for one, start in zip(instructions, starts, strict=True):
-            stop = start + 1
-            while stop < len(row) and row[stop] == "-":
-                stop += 1
-            slots[one] = (start, stop)
+    times = chart_times(rows, schedule)
+    slots = {one: times[rank][place] for rank, place, one in _placed(schedule)}
     found = []
-    for rank, _, one in _placed(schedule):
+    for rank, _, one in sorted(_placed(schedule), key=lambda placed: slots[placed[2]][0]):
         for need in schedule.needed[one]:
-            start, (_, ready) = slots[one][0], slots.get(need, (0, None))
+            start, (_, done) = slots[one][0], slots.get(need, (0, None))
             owner = schedule.rank_of_stage[need.stage]
-            if ready is None:
+            if done is None:
                 found.append(f"column {start}: rank {rank} runs {one}, but {need} of rank {owner} is nowhere before it")
-            elif ready > start:
+            elif (ready := done + (message_slots if owner != rank else 0)) > start:
+                message = f", and its message takes {message_slots:g}" * (ready > done)
                 found.append(
                     f"column {start}: rank {rank} runs {one}, which needs {need} of rank {owner}; that is done only "
-                    f"after column {ready - 1}, so {one} can be in column {ready} at the earliest"
+                    f"after column {done - 1}{message}, so {one} can be in column {ready:g} at the earliest"
                 )
     return found + (problems(schedule) if whole else [])

@@ -104,7 +104,7 @@ class Simulation:
     @cached_property
     def makespan_s(self) -> float:
         """Seconds until the last rank is done."""
-        return max(row[-1][1] for row in self.times)
+        return max(row[-1][1] for row in self.times if row)
 
     @cached_property
     def back_to_back_s(self) -> float:

@@ -8,13 +8,17 @@ Only what ipywidgets 7.7 and 8 share is used. A stored notebook keeps the first 
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from html import escape
 from textwrap import fill
 
 import ipywidgets as widgets
 from traitlets import Unicode
 
+from course_lib.palette import text_on
 from course_lib.panels.record import Answer, Control, Panel, Shown, answer_of
+from course_lib.panels.svg import COLORS
 from course_lib.validate import checked
 
 LABEL = {"description_width": "120px"}
@@ -44,30 +48,42 @@ class Strip(widgets.HBox):
         self.value = "".join("01"[switch.value] for switch in self.switches)
 
 
-class Words(widgets.VBox):
-    """A line to type words into, and a button for each word that can be placed; one that is placed is disabled."""
+class Grid(widgets.VBox):
+    """Cells to press, a row for each line of the value, in the colours of the options; the value can be typed too."""
 
     value = Unicode()
 
     def __init__(self, control: Control, value: str):
-        wide, narrow = widgets.Layout(width="95%"), widgets.Layout(width="44px", padding="0")
-        self.line = widgets.Text(value, description=control.label, continuous_update=False, layout=wide)
-        self.blocks = [widgets.Button(description=word, layout=narrow) for word, _ in control.options]
-        super().__init__([self.line, widgets.HBox(self.blocks, layout=widgets.Layout(flex_flow="row wrap"))])
-        for block in self.blocks:
-            block.on_click(self._place)
-        self.line.observe(lambda change: setattr(self, "value", change["new"]), "value")
+        self.control = control
+        self.colors = {option: COLORS[name] for name, option in control.options}
+        self.option = widgets.ToggleButtons(options=list(control.options), description=control.label)
+        self.typed = widgets.Textarea(description="or type", continuous_update=False)
+        self.typed.layout, self.typed.rows = widgets.Layout(width="95%"), value.count("\n") + 1
+        look = widgets.Layout(width="29px", min_width="29px", padding="0", margin="1px")
+        self.cells = [[widgets.Button(layout=look) for _ in row] for row in control.cells(value)]
+        for r, row in enumerate(self.cells):
+            for c, cell in enumerate(row):
+                cell.tooltip = f"rank {r}, column {c}"
+                cell.on_click(partial(self._press, r, c))
+        rows = [widgets.HBox([widgets.Label(str(r), layout=look), *row]) for r, row in enumerate(self.cells)]
+        super().__init__([self.option, widgets.VBox(rows, layout=widgets.Layout(overflow="auto")), self.typed])
+        self.typed.observe(lambda change: setattr(self, "value", change["new"]), "value")
         self.observe(self._set, "value")
         self.value = value
 
-    def _place(self, block: widgets.Button) -> None:
-        self.value = f"{self.value} {block.description}".strip()
+    def _press(self, row: int, column: int, cell: widgets.Button) -> None:
+        with suppress(ValueError):  # of what is typed and cannot be read the answer tells
+            self.value = self.control.press(self.value, row, column, self.option.value)
 
     def _set(self, change: Mapping) -> None:
-        self.line.value = change["new"]
-        placed = set(change["new"].upper().replace(",", " ").split())
-        for block in self.blocks:
-            block.disabled = block.description in placed
+        self.typed.value = change["new"]
+        with suppress(ValueError):
+            for row, words in zip(self.cells, self.control.cells(change["new"]), strict=True):
+                color = None
+                for cell, word in zip(row, words, strict=True):
+                    color = color if word == "-" else self.colors.get(word[0])
+                    cell.description, cell.style.button_color = word, color
+                    cell.style.text_color = text_on(color) if color else None  # ipywidgets 8 has it
 
 
 class Played(widgets.VBox):
@@ -147,8 +163,8 @@ def html(answer: Answer) -> str:
 
 
 def _widget(control: Control, value) -> widgets.Widget:
-    if control.kind in ("strip", "words"):
-        return {"strip": Strip, "words": Words}[control.kind](control, value)
+    if control.kind in ("strip", "grid"):
+        return {"strip": Strip, "grid": Grid}[control.kind](control, value)
     make = widgets.SelectionSlider if control.kind == "slider" else widgets.Dropdown
     return make(description=control.label, options=list(control.options), value=value, **_look())
 
@@ -159,7 +175,7 @@ def _look() -> dict:
 
 def _columns(controls: list[widgets.Widget]) -> widgets.VBox:
     """Lists and sliders in two columns, below what needs the whole width."""
-    wide = [one for one in controls if isinstance(one, Strip | Words)]
+    wide = [one for one in controls if isinstance(one, Strip | Grid)]
     narrow = [one for one in controls if one not in wide]
     half = -(-len(narrow) // 2)
     columns = [widgets.VBox(narrow[:half]), widgets.VBox(narrow[half:])]

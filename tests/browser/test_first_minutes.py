@@ -20,7 +20,7 @@ ALONE = [
     ("index", "speak", ".jp-OutputArea-output pre"),
     ("index", "demo", ".jp-OutputArea-output pre"),
     ("01_single_gpu_memory_in_depth", "widget", ".jupyter-widgets"),
-    ("08_pipeline_parallel_in_depth", "puzzle", ".jupyter-widgets"),
+    ("08_pipeline_parallel", "puzzle", ".jupyter-widgets"),
 ]
 
 

@@ -27,6 +27,7 @@ MEASURED = {
     "runs": [{"run": "dp=4", "step_s": 0.1, "tokens_per_s_per_gpu": 9.0, "peak_bytes": None, "sent_bytes": 8.0}],
 }
 FILES = {
+    "day.json": '{"kind": "course gpu-day", "rows": []}',
     "models.json": json.dumps({"small": SHAPE}),
     "runs.csv": f"{COLUMNS}\n{ROW}\n",
     "deep.json": DEEP,
@@ -148,6 +149,11 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "logs --once",
         "course_lib.train.watch.run_table",
         {"logs": "logs", "--once": "flag", "--json": "flag", "--every": "positive"},
+    ),
+    "gpu-report": (
+        "day.json",
+        "course_lib.cli.gpu_report.page",
+        {"day.json": "measured", "--folder": "folder to write"},
     ),
     "lab": (
         "05",

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cloudpickle
 import fake_cuda
-import nbformat
 import torch
+from statements import names, needed, statements
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
@@ -45,57 +45,6 @@ LAUNCHERS = (  # by name, in notebooks
 REAL_LAUNCH = launcher.launch
 STEPS = 2  # of a training that has more
 PROCESSES = 2  # at once
-DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-FILLING = ("save_pretrained",)  # methods that change what they are called for
-
-
-# --- which statements of a notebook a launch needs
-
-
-def statements(path: str | Path) -> Iterator[tuple[int, ast.stmt]]:
-    """(cell, statement) of all code cells."""
-    for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
-        if cell.cell_type == "code":
-            source = "\n".join("" if line.startswith(("%", "!")) else line for line in cell.source.splitlines())
-            yield from ((index, statement) for statement in ast.parse(source).body)
-
-
-def names(node: ast.AST, context: type) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
-
-
-def made_by(statement: ast.stmt) -> set[str]:
-    """Names that a statement binds, or whose attributes and items it sets."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
-    changed = {
-        name
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        for name in names(node, ast.Load)
-    }
-    inner = [node for node in ast.walk(statement) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return names(statement, ast.Store) | changed | {node.name for node in inner}
-
-
-def needed(path: str | Path, launchers: set[str]) -> list[tuple[int, ast.stmt]]:
-    """The statements that call a launcher, or a function that does, and all on which they depend."""
-    everything, calling = list(statements(path)), set(launchers)
-    for _, statement in everything:
-        if isinstance(statement, ast.FunctionDef) and names(statement, ast.Load) & calling:
-            calling.add(statement.name)
-    chosen, wanted, before = set(), set(), -1
-    while len(chosen) > before:  # a function may use what is defined below it
-        before = len(chosen)
-        for number, (_, statement) in enumerate(everything):
-            uses = names(statement, ast.Load)
-            starts = not isinstance(statement, DEFINITIONS) and uses & calling
-            if starts or made_by(statement) & wanted or fills(statement, wanted):
-                chosen.add(number)
-                wanted |= uses
-    return [everything[number] for number in sorted(chosen)]
 
 
 class WithoutAsserts(ast.NodeTransformer):
@@ -103,14 +52,6 @@ class WithoutAsserts(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.Pass:
         return ast.copy_location(ast.Pass(), node)
-
-
-def fills(statement: ast.stmt, wanted: set[str]) -> bool:
-    """Whether a statement is a call for its effect on something wanted: not one that prints or draws it."""
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        return False
-    called = ast.unparse(statement.value.func).split(".")
-    return called[-1] in FILLING and bool(names(statement, ast.Load) & wanted)
 
 
 # --- running them

@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.compare.one_gpu import DROPOUT_CONFIG, PASS_CONFIG, OnePass, full_batch, no_change
 from course_lib.minimal.accumulate import accumulate
 from course_lib.minimal.offload import HostOffload
-from course_lib.minimal.recompute import Recomputed, own_leaf, recompute, recompute_cores, recompute_segments
+from course_lib.minimal.recompute import (
+    Recomputed,
+    own_leaf,
+    recompute,
+    recompute_cores,
+    recompute_norms,
+    recompute_products,
+    recompute_segments,
+)
 from course_lib.training import loss_of
 from course_lib.training.data import micro_batches
 
@@ -96,6 +104,27 @@ def test_parameters_get_their_gradients_where_the_input_needs_none(autocast):
         out.float().sum().backward()
         found.append([param.grad for param in block.parameters()])
     assert all(torch.equal(plain, other) for others in found[1:] for plain, other in zip(found[0], others, strict=True))
+
+
+def cheap_operators(model):
+    recompute_norms(model), recompute_products(model)
+
+
+NORMS, PRODUCT = 2 * PASS_CONFIG.d_model + 2, 2 * PASS_CONFIG.d_ff  # elements a token: outputs and 1/rms; silu, product
+FREED = [(recompute_norms, NORMS), (recompute_products, PRODUCT), (cheap_operators, NORMS + PRODUCT)]
+
+
+@pytest.mark.parametrize("change, elements", FREED)
+def test_recomputed_cheap_operators_keep_their_inputs_and_repeat_no_product(change, elements):
+    plain, cheap = OnePass(attention="fused"), OnePass(change, attention="fused")
+    assert plain.kept_bytes - cheap.kept_bytes == PASS_CONFIG.num_layers * 4 * 256 * elements * 4
+    assert cheap.flops == plain.flops and cheap.difference < 1e-15
+
+
+@pytest.mark.parametrize("change", [recompute_norms, recompute_products])
+def test_cheap_operators_are_right_under_autocast(change):
+    none, some = (gradients_under_autocast(one, PASS_CONFIG) for one in (no_change, change))
+    torch.testing.assert_close(some, none, rtol=0, atol=2e-3 * none.abs().max().item())
 
 
 class ForgetsAutocast(Recomputed):

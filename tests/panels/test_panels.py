@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from datetime import date
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ from course_lib.model.moe import keep, limit_groups
 from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
+from course_lib.panels.game import GAME, JOBS, job_of_day, layout_for, listed
 from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.record import Control, Panel
+from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
-from course_lib.plan import search
+from course_lib.plan import search, work_out
 from course_lib.run import Run
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
@@ -40,6 +43,7 @@ PANELS = {
     for panel in (
         COLLECTIVE, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, OVERLAP, runs.ZERO, runs.TENSOR, runs.TENSOR_SEQUENCE,
         runs.CONTEXT, runs.LAYOUT, runs.PLAN, PIPELINE, PUZZLE, EXPERTS,
+        RING, GAME,
     )
 }  # fmt: skip
 LLAMA_8B = preset("llama-3.1-8b")
@@ -126,7 +130,7 @@ def test_one_change_takes_20_ms(panel):
     for change in moves(panel):
         speed, start = slowness(), time.process_time()
         panel.answer(**change)
-        if "model" not in change:
+        if not {"model", "job"} & set(change):
             taken_ms.append(1000 * (time.process_time() - start) / speed)
     slow = [round(ms) for ms in taken_ms if ms > 20]
     assert statistics.median(taken_ms or [0]) < 10 and len(slow) <= len(taken_ms) / 20, slow
@@ -137,7 +141,7 @@ def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
     code = (
         "import sys, importlib\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'yaml', 'ipywidgets', 'IPython'): sys.modules[name] = None\n"
-        "from course_lib.panels import collectives, experts, one_gpu, pipeline, runs\n"
+        "from course_lib.panels import collectives, experts, game, one_gpu, pipeline, ring, runs\n"
         "from course_lib.panels.record import Panel, answer_of\n"
         "found = [one for name, module in list(sys.modules.items()) if name.startswith('course_lib.panels.') "
         "for one in vars(module).values() if isinstance(one, Panel)]\n"
@@ -360,6 +364,48 @@ def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     charts, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 5
     assert "does not divide" in runs.PLAN.answer(micro_batch=16, sequences=64, tp=1).said
+
+
+# ---------------------------------------------------------------- a ring, a game
+
+
+def test_the_ring_ends_with_the_sums_and_marks_what_a_wrong_program_holds():
+    words = lambda **values: [[box.words for box in row] for row in RING.answer(**values).charts[0].rows.values()]  # noqa: E731
+    parts = lambda **values: {box.part for row in RING.answer(**values).charts[0].rows.values() for box in row}  # noqa: E731
+    assert words(step=0)[1] == ["10", "20", "30", "40"]
+    assert words(step=STEPS) == [["1111", "2222", "3333", "4444"]] * 4
+    for _, program in PROGRAMS:
+        wrong = [step for step in range(STEPS + 1) if "wrong" in parts(step=step, program=program)]
+        assert wrong == ([] if program == "right" else list(range(1, STEPS + 1))), program
+    assert words(step=STEPS, program="left")[0] == ["3131", "4242", "1313", "2424"]  # digits of other pieces
+    assert "rank 0 has 3000 as piece 2, not 3003" in RING.answer(step=1, program="stores").said
+
+
+def test_every_day_has_a_job_with_a_layout_that_fits():
+    days = [date.fromordinal(730_000 + day) for day in range(len(JOBS))]
+    assert sorted(map(job_of_day, days)) == sorted(JOBS) and len(JOBS) > 20
+    sizes = {"cp": 2, "pp": 1, "ep": 1, "zero_stage": 3, "micro_batch": 1, "v": 1, "recompute": "full"}
+    for name, job in JOBS.items():
+        assert any(work_out(job, layout_for(job, sizes | {"tp": tp})).fits for tp in (1, 2)), name
+
+
+def test_the_game_shows_the_estimate_and_ranks_a_layout_in_the_list_of_the_search():
+    name = next(one for one in JOBS if "8b, 16 x A100" in one)
+    job, found = JOBS[name], listed(name)
+    values = GAME.start | {"job": name, "tp": 1}
+    yours = work_out(job, Layout(dp=16, zero_stage=3, micro_batches=8))
+    answer = GAME.answer(**values)
+    assert sums(answer.charts[1])["yours"] == pytest.approx(yours.step_s)
+    assert f"trains {yours.tokens_per_s:,.0f} tokens per second" in answer.said and "It waits" in answer.said
+    _, said = GAME.slow["Rank"](**values)
+    faster = sorted(one.step_s for one in found.ranked).index(pytest.approx(yours.step_s))
+    assert said.startswith(f"Rank {faster + 1} of the {len(found.ranked)} fastest that fit")
+    assert f"takes {yours.step_s / found.fastest.step_s - 1:.1%} longer than the best" in said
+    _, said = GAME.slow["Rank"](**values | {"tp": 8, "cp": 2, "recompute": "full"})
+    assert said.startswith(f"All {len(found.ranked)} layouts of the list are faster")
+    assert "does not fit" in GAME.slow["Rank"](**values | {"zero_stage": 0})[1]
+    assert "choose smaller sizes" in GAME.answer(**values | {"tp": 8, "pp": 4}).said
+    assert "choose a smaller micro-batch" in GAME.answer(tp=1, micro_batch=8).said
 
 
 # ---------------------------------------------------------------- experts

@@ -2,13 +2,19 @@
 
 import pytest
 
-from course_lib.panels.pipeline import NAMES, PIPELINE, PUZZLE, as_typed, best_known, left_of, read_schedule, show_rows
+from course_lib.panels.pipeline import (
+    MICRO_BATCHES,
+    NAMES,
+    PIPELINE,
+    PUZZLE,
+    RANKS,
+    SLOTS,
+    cells_of,
+    press,
+    shown_chart,
+)
 from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
-from course_lib.schedules.simulator import Costs
-
-
-def rows_of(schedule) -> list[str]:
-    return [as_typed(row) for row in schedule.instructions]
+from course_lib.schedules.simulator import Costs, text_chart
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -52,71 +58,90 @@ def test_what_cannot_be_is_explained(values, said):
 # ---------------------------------------------------------------- the puzzle
 
 
-def test_every_schedule_with_one_stage_a_rank_solves_the_puzzle():
-    for name in SCHEDULES:
-        if stages_per_rank(name) == 1:
-            (form,), said = show_rows(rows_of(make(name, 3, 4)))
-            assert said.startswith("Complete and right.") and form.stop == simulate(make(name, 3, 4)).makespan_s, name
+def charts_of(name: str, message: int) -> str:
+    return text_chart(simulate(make(name, RANKS, MICRO_BATCHES), Costs(1.0, 1.0, 1.0, message)))
 
 
-def test_nothing_and_a_beginning_are_no_mistakes():
-    assert PUZZLE.answer().said.startswith("Good so far. Still to place: rank 0: F0 B0 F1")
-    begun = ["f0, F1 B0", "F0 I0", ""]
-    (form,), said = show_rows(begun, 2)
-    assert "rank 0: B1; rank 1: W0 F1 B1; rank 2: F0 B0 F1 B1." in said
-    assert [[(b.part[0], b.start) for b in row] for row in form.rows.values()] == [
-        [("F", 0), ("F", 1)],
-        [("F", 1)],
-        [],
-    ]
-    assert left_of(read_schedule(begun, 2).instructions[1], 2) == ["W0", "F1", "B1"]
+@pytest.mark.parametrize("message", [0, 1])
+@pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1", "zb_h2"])
+def test_a_schedule_of_the_clock_is_right_and_has_its_slots(name, message):
+    clocked = simulate(make(name, RANKS, MICRO_BATCHES), Costs(1.0, 1.0, 1.0, message))
+    (lanes, slots), said = shown_chart(text_chart(clocked), message)
+    assert said.startswith(f"Complete and right: {clocked.makespan_s:g} slots, ")
+    drawn = [[(box.start, box.stop) for box in row] for row in lanes.rows.values()]
+    assert drawn == [list(row) for row in clocked.times]
+    assert sum(box.stop - box.start for box in slots.rows["yours"]) == clocked.makespan_s
+
+
+def test_a_message_takes_a_slot_so_that_a_chart_without_messages_is_told_its_first_column():
+    said = shown_chart(charts_of("1f1b", 0), 1)[1]
+    assert said.startswith(
+        "Not possible yet. column 1: rank 1 runs F0@1, which needs F0@0 of rank 0; that is done only"
+    )
+    assert "after column 0, and its message takes 1, so F0@1 can be in column 2 at the earliest" in said
+
+
+def test_slots_and_memory_stand_beside_1f1b_and_zb_h1():
+    (_, slots), said = shown_chart(charts_of("zb_h2", 1), 1)
+    assert list(slots.rows) == ["yours", "1F1B", "ZB-H1"]
+    assert "17 slots, a rank keeps 4, 4, 4 micro-batches." in said
+    assert "9 fewer than 1F1B, which keeps 3, 2, 1. That is 5 fewer than ZB-H1, which keeps 3, 3, 3." in said
+    assert "as many as 1F1B" in shown_chart(charts_of("1f1b", 0), 0)[1]
+
+
+def test_what_the_lesson_asks_for_can_be_placed():
+    """The 22 slots of ZB-H1 with whole backwards, one micro-batch on the last rank: twice the warm-up of 1F1B."""
+    chart = (
+        "F0 F1 F2 F3 .  .  .  .  .  .  .  B0 -  .  B1 -  .  B2 -  .  B3 -\n"
+        ".  .  F0 F1 F2 .  .  .  B0 -  F3 B1 -  .  B2 -  .  B3 -  .  .  .\n"
+        ".  .  .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  .  .  .  .  .  ."
+    )
+    said = PUZZLE.answer(chart=chart).said
+    assert "22 slots, a rank keeps 4, 3, 1 micro-batches" in said and "as many as ZB-H1, which keeps 3, 3, 3" in said
+
+
+def test_a_beginning_is_no_mistake_and_tells_what_is_left():
+    (lanes, _), said = shown_chart("f0 F1\n. . F0 I0\n.", 1)
+    assert "column 3: rank 1 runs I0@1, but B0@2 of rank 2 is nowhere before it." in said
+    assert [[(b.part[0], b.start) for b in row] for row in lanes.rows.values()] == [
+        [("F", 0), ("F", 1)], [("F", 2), ("I", 3)], [],
+    ]  # fmt: skip
+    said = shown_chart("F0 F1\n. . F0\n. . . . F0 I0", 1)[1]
+    assert said.startswith("Good so far. Still to place: rank 0: B0 B1 F2 B2 F3 B3; rank 1: B0 F1")
+    assert "rank 2: W0 F1 B1" in said
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("chart", "said"),
     [
-        (["F0 F2", ""], "rank 0, place 1: F2@0 names micro-batch 2, but there are 0 to 1"),
-        (["F0 F0", ""], "F0@0 is there 2 times"),
-        (["", "B0 F0"], "B0@1 stands before F0@1"),
-        (["", "F0 W0 I0"], "W0@1 stands before I0@1"),
-        (["", "F0 B0 W0"], "W0@1 repeats a part of it"),
-        (["F0@1", ""], "F0@1 is work of stage 1, which is on rank 1"),
-        (["F0 B0 F1", "F1 F0 B0"], "rank 0 stands at B0@0 (place 1) and waits for B0@1"),
-        (["F0 F1 B0 B1", "F1 F0 B0 B1"], "sent in the order 0 1 but taken in the order 1 0"),
+        ("F0 F9\n.\n.", "F9@0 names micro-batch 9, but there are 0 to 3"),
+        ("F0 F0\n.\n.", "F0@0 is there 2 times"),
+        (".\n.\nB0 - F0", "B0@2 stands before F0@2"),
+        (".\n.\nF0 B0 - W0", "W0@2 repeats a part of it"),
+        (".\n.\nF0 B0 F1", "column 1: on rank 2 B0 takes 2 slots; write B0 -"),
+        (".\nF0\n.", "column 0: rank 1 runs F0@1, but F0@0 of rank 0 is nowhere before it"),
     ],
-)  # fmt: skip
-def test_a_mistake_is_told_with_its_place(rows, said):
-    assert show_rows(rows, 2)[1].startswith("Not possible yet. ") and said in show_rows(rows, 2)[1]
+)
+def test_a_mistake_is_told_with_its_place(chart, said):
+    assert shown_chart(chart, 0)[1].startswith("Not possible yet. ") and said in shown_chart(chart, 0)[1]
 
 
-def test_a_word_that_cannot_be_read_is_told_without_a_chart():
-    answer = PUZZLE.answer(rank0="F0 X1")
-    assert not answer.possible and "rank 0, place 1: cannot read 'X1'" in answer.said
+def test_what_cannot_be_read_is_told_without_a_picture():
+    for chart, said in (
+        ("F0 X1\n.\n.", "cannot read 'X1'"),
+        ("F0", "write 3, one for each rank"),
+        (".\n.\n.", "empty"),
+    ):
+        answer = PUZZLE.answer(chart=chart)
+        assert not answer.possible and said in answer.said
 
 
-def test_work_that_stands_twice_is_drawn_as_far_as_it_runs():
-    (chart,), said = show_rows(["F0 B0 F0", "F0 B0"], 1)
-    assert "F0@0 is there 2 times" in said
-    assert [[(b.part[0], b.start) for b in row] for row in chart.rows.values()] == [
-        [("F", 0), ("B", 4), ("F", 6)],
-        [("F", 1), ("B", 2)],
+def test_a_press_places_the_next_micro_batch_and_takes_away_what_lies_there():
+    chart = press(press("F0\n.\n.", 0, 2, "F"), 0, 5, "B")
+    assert cells_of(chart)[0][:8] == ["F0", ".", "F1", ".", ".", "B0", "-", "."]
+    assert cells_of(press(chart, 0, 3, "I"))[0][3] == "I1" and cells_of(press(chart, 0, 4, "B"))[0][4:7] == [
+        "B1",
+        "B0",
+        "-",
     ]
-
-
-@pytest.mark.parametrize(("pp", "m"), [(2, 1), (2, 4), (3, 4), (4, 8)])
-def test_the_best_known_reaches_the_bounds(pp, m):
-    whole, split = best_known(pp, m, False), best_known(pp, m, True)
-    assert whole.makespan_s == 3 * (m + pp - 1)  # nothing with whole backwards is shorter
-    assert pp - 1 + 3 * m <= split.makespan_s <= whole.makespan_s
-    assert whole.peak_live == tuple(min(m, pp - rank) for rank in range(pp))
-
-
-def test_the_score_says_how_far_from_the_best():
-    said = {name: show_rows(rows_of(make(name, 3, 4)))[1] for name in ("naive", "afab", "1f1b")}
-    assert "The best known with whole backwards, 1F1B, takes 18: 18 less." in said["naive"]
-    assert "1F1B has fewer in flight: 3, 2, 1." in said["afab"] and "by rank: 4, 4, 4" in said["afab"]
-    assert "is shorter or has fewer in flight. With B split into I and W, ZB-H1 takes 14: try it." in said["1f1b"]
-    split = "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
-    third = "F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3"
-    assert "ZB-H1, takes 14: 1 less." in show_rows([*split, third])[1]
-    assert PUZZLE.answer(**PUZZLE.presets["a solution"][0]).said.startswith("Complete and right.")
+    assert cells_of(press(chart, 0, 6, "F"))[0] == ["F0", ".", "F1"] + ["."] * (SLOTS - 3)

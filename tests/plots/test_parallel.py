@@ -10,6 +10,7 @@ from course_lib.launch import launch
 from course_lib.layout import SEQUENCE_SHARDINGS
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.minimal import ring
+from course_lib.panels.ring import ring_states
 from course_lib.parallel.positions import positions
 from course_lib.plots import collectives, context, data_parallel
 from course_lib.plots.tiles import Tile
@@ -43,14 +44,14 @@ def _states_of_the_ring(values):
 
 def test_the_drawn_ring_is_the_ring_that_runs():
     values = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]]
-    steps = collectives.ring_all_reduce_steps(values)
+    steps = ring_states(values)
     assert len(steps) == 1 + 2 * 2 and steps[-1].values == [[111, 222, 333]] * 3
     assert [steps[2].summed[rank][rank] for rank in range(3)] == [3, 3, 3]  # rank r is responsible for piece r
     states = launch(_states_of_the_ring, 3, values)
     for index, step in enumerate(steps):
         assert [states[rank][index] for rank in range(3)] == step.values, step.label
     with pytest.raises(ValueError, match="pieces each"):
-        collectives.ring_all_reduce_steps([[1, 2, 3], [4, 5, 6]])
+        ring_states([[1, 2, 3], [4, 5, 6]])
 
 
 # ---------------------------------------------------------------- data parallelism and ZeRO

@@ -309,7 +309,19 @@ def test_C142_right_order_but_columns_that_cannot_be():
 def test_a_chart_of_longer_backwards_is_read_with_its_dashes():
     assert chart_problems("F0 .  . B0 -\n. F0 B0 - .", whole=False)[0].startswith("column 3: rank 0 runs B0@0")
     assert chart_problems("F0 . . . B0 -\n. F0 B0 -") == []
-    assert chart_problems("F0 B0\nF0 B0")[0].startswith("column 1: rank 0 runs B0@0, which needs B0@1 of rank 1")
+    assert chart_problems("F0 B0\n. F0 B0")[0].startswith("column 1: rank 0 runs B0@0, which needs B0@1 of rank 1")
+    told = [problem.partition(":")[0] for problem in chart_problems("F0 B0\nF0 B0", whole=False)]
+    assert told == ["column 0", "column 1"]  # in the order of time, not of ranks
+
+
+def test_a_message_between_ranks_takes_its_columns():
+    assert chart_problems("F0 . . . B0\n. F0 B0 - .", message_slots=0) == []
+    found = chart_problems("F0 . . . B0\n. F0 B0 - .", message_slots=2)
+    assert [problem.partition(":")[0] for problem in found] == ["column 1", "column 4"]
+    assert "after column 0, and its message takes 2, so F0@1 can be in column 3 at the earliest" in found[0]
+    clocked = simulate(one_f_one_b(3, 4), Costs(transfer_s=2.0))
+    assert chart_problems(text_chart(clocked), message_slots=2) == []
+    assert len(chart_problems(text_chart(clocked), message_slots=3)) > 10
     assert "is missing" in chart_problems("F0\n. F0 B0")[0]
 
 

@@ -67,21 +67,23 @@ def test_blocks_are_switched_one_by_one_and_by_a_preset():
     assert all(control(box, str(layer)).value for layer in range(BLOCKS)) and "16 of 16" in texts(box)
 
 
-def test_the_puzzle_is_solved_with_the_keyboard_and_with_buttons():
+def test_the_puzzle_is_solved_by_pressing_cells_and_by_typing():
     box = play(PUZZLE)
-    solution = PUZZLE.presets["a solution"][0]
-    for rank, row in enumerate(solution.values()):
-        control(box, f"rank {rank}").value = row
-    assert "Complete and right" in texts(box)
-    control(box, "rank 0").value = "F0 <b>"
+    cell = {one.tooltip: one for one in all_of(box, ipywidgets.Button) if one.tooltip}
+    control(box, "place").value = "B"
+    cell["rank 2, column 5"].click()
+    assert [cell[f"rank 2, column {c}"].description for c in range(4, 8)] == ["F0", "B0", "-", "."]
+    assert control(box, "or type").value.split("\n")[2].startswith(". . . . F0 B0 - .") and "Good so far" in texts(box)
+    cell["rank 1, column 7"].click()
+    assert "Not possible yet" in texts(box) and "so B0@1 can be in column 8 at the earliest" in texts(box)
+    cell["rank 1, column 8"].click()  # the second slot of this B: it is taken away
+    assert cell["rank 1, column 7"].description == "." and "Good so far" in texts(box)
+    control(box, "or type").value = "F0 <b>\n.\n."
     assert "Not possible" in texts(box) and "&lt;" in texts(box) and "<b>'" not in texts(box)
-    control(box, "start from").value = "empty ranks"
-    first = [button for button in all_of(box, ipywidgets.Button) if button.description in ("F0", "B0")][:2]
-    for button in first:
-        button.click()
-    assert control(box, "rank 0").value == "F0 B0" and first[0].disabled
-    control(box, "start from").value = "a solution"
-    assert "Complete and right" in texts(box)
+    control(box, "or type").value = PUZZLE.presets["1F1B"][0]["chart"]
+    assert "Complete and right" in texts(box) and cell["rank 2, column 4"].description == "F0"
+    control(box, "start from").value = "a beginning"
+    assert "Good so far" in texts(box) and cell["rank 2, column 5"].style.button_color is None
 
 
 def test_a_stored_notebook_keeps_the_first_picture_as_svg_with_its_words():
