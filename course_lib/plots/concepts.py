@@ -52,5 +52,5 @@ def show_charts(title: str, *charts: Chart) -> None:
     for chart in charts:
         rows = "; ".join(f"{label} {chart.notes.get(label, '')}".strip() for label in chart.rows)
         words = [chart.title] * (chart.title != title) + [rows] * bool(chart.notes)
-        said += [f"{': '.join(words)}."] * bool(words)
-    display(Concept(drawing(title, " ".join(said), charts)))
+        said.append(f"{': '.join(words) or ', '.join(chart.rows)}.")
+    display(Concept(drawing(f"Picture: {title}", " ".join(said), charts)))

@@ -96,7 +96,7 @@ def test_a_comparison_leaves_out_what_is_empty_and_words_its_error(shown):
 
 def test_bars_say_what_they_add_up_to_and_what_fits(capsys):
     memory.show_budgets({"a": {"parameters": 5}, "b": {"gathered": 4, "logits": 5}}, {"GPU": 7}, "Two")
-    assert capsys.readouterr().out == "Two. a 5.00 B, fits; b 9.00 B, out of memory.\n"
+    assert capsys.readouterr().out == "Picture: Two. a 5.00 B, fits; b 9.00 B, out of memory.\n"
     five_d_costs.show_costs({"data": 6_000, "tp": 2_000}, {"compute": 3.0, "bubble": 1.0})
     said = " ".join(capsys.readouterr().out.split())
     assert "8.00 KB sent by one rank in a step, 75% over data: sent 8.00 KB." in said
@@ -114,7 +114,7 @@ def test_bars_say_what_they_add_up_to_and_what_fits(capsys):
 def test_a_load_is_what_is_computed_and_what_is_dropped(capsys):
     experts.show_load([10, 30, 20, 0], 20)
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("The most loaded of 4 experts computes 1.33 times the mean load.")
+    assert said.startswith("Picture: The most loaded of 4 experts computes 1.33 times the mean load.")
     with pytest.raises(ValueError, match="is empty"):
         experts.show_load([0, 0])
 
