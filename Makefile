@@ -208,7 +208,8 @@ test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual no
 test-kernels: setup  ## kernels in Triton's interpreter, and compiled for an H100 without one; Triton takes 1 GB
 	@$(RUN) -c 'import triton' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,kernels]"
 	COURSE_KERNELS=interpreter $(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/kernels
-	COURSE_KERNELS=gpu $(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/kernels/test_compiled.py tests/kernels/test_formulas.py
+	COURSE_KERNELS=interpreter TRITON_INTERPRET=1 $(RUN) -m pytest $(NBVAL) notebooks/13a_inside_a_gpu.ipynb
+	COURSE_KERNELS=gpu $(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/kernels/test_compiled.py
 
 nightly: setup  ## what takes long or installs other programs, where files that it touches have changed; results in docs/NIGHTLY.md
 	$(RUN) tests/nightly.py

@@ -1,6 +1,7 @@
 """What every table is made of: fresh numbers at each run, real ranks, a failure or "not written" told in a sentence."""
 
 import functools
+import inspect
 import random
 import re
 import traceback
@@ -98,6 +99,7 @@ def in_this_process() -> Iterator[None]:
 
 
 def _file_of(student: Any) -> str | None:
+    student = inspect.unwrap(student)  # a kernel is a function behind `jit`
     code = getattr(student, "__code__", None) or getattr(getattr(student, "__init__", None), "__code__", None)
     return code.co_filename if code else None
 

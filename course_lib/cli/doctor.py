@@ -18,6 +18,7 @@ _LAUNCH_SECONDS = 60.0
 _TRANSFORMERS = ("transformers",)
 _ON_GPUS = "each rank computes on its own, through NCCL"
 ON_CPU = "the notebook computes on the CPU"
+_KERNELS = f"{ON_CPU}; its cell for GPUs times kernels there, with Triton"
 ALONE = f"{ON_CPU}; its cell for GPUs times a step there"
 
 
@@ -68,6 +69,8 @@ CHAPTERS = (
     Chapter("11_finding_a_configuration_in_depth", 1, ON_CPU),
     Chapter("12_on_a_cluster", 4, "ranks stay on the CPU, where their waits are measured"),
     Chapter("12_on_a_cluster_in_depth", 4, "broken runs stay on the CPU, where gloo's errors are shown"),
+    Chapter("13a_inside_a_gpu", 1, _KERNELS),
+    Chapter("13_inside_a_gpu_in_depth", 1, _KERNELS),
 )
 
 

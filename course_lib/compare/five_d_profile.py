@@ -22,7 +22,7 @@ from course_lib.training import data
 from course_lib.training.precision import engine_dtypes
 
 MOST_RANKS = 16  # they share this machine's cores
-_WIDEST = 128  # d_model: two steps on a CPU take seconds
+_WIDEST = 256  # d_model: two steps on a CPU take seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recip
     if layout.world_size > MOST_RANKS or config.d_model > _WIDEST:
         raise ValueError(
             f"{config.name} on {layout.world_size:,} ranks is not measured here: at most {MOST_RANKS} ranks and a toy; "
-            "choose toy or toy-moe, and sizes whose product is small"
+            "choose toy, toy-moe or speaks, and sizes whose product is small"
         )
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()

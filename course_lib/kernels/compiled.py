@@ -1,8 +1,10 @@
 """The same kernels compiled for an H100 by Triton's own compiler and assembler, on a machine without one.
 
     COURSE_KERNELS=gpu, and then     compiled(matmul, "*fp16 *fp16 *fp16 i32 i32 i32".split(), GROUP=8, BM=128, ...)
+    anywhere                         FIGURES["product, tile 128 x 128"]
 
 What is read off: registers of a thread, shared memory of a program, instructions. Nothing is executed.
+FIGURES are those of Triton 3.9.0, by name; `make test-kernels` compiles PROGRAMS again and compares.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.kernels.formulas import occupancy
+from course_lib.kernels.attention import flash
+from course_lib.kernels.product import matmul
+from course_lib.kernels.rows import softmax_fused
+from course_lib.timing.kernel import occupancy
 from course_lib.validate import Bytes, Count, Share, Size, check_fields
 
 
@@ -91,3 +96,38 @@ def _assembled(ptx: str, assembler: str) -> str:
         Path(folder, "kernel.ptx").write_text(ptx, encoding="utf-8")
         command = [assembler, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=120).stderr
+
+
+_HALF, _FULL = (["*fp16"] * 3 + ["i32"] * 3, ["*fp32"] * 3 + ["i32"] * 3)
+_LARGE, _SMALL = {"GROUP": 8, "BM": 128, "BN": 128, "BK": 64}, {"GROUP": 8, "BM": 32, "BN": 32, "BK": 32}
+PROGRAMS: dict[str, tuple] = {  # kernel, types of its arguments, how it is compiled
+    "softmax of 1,024": (softmax_fused, ["*fp32", "*fp32", "i32"], {"aligned": True, "BLOCK": 1024}),
+    "product, tile 32 x 32": (matmul, _HALF, _SMALL | {"aligned": True}),
+    "product, tile 128 x 128": (matmul, _HALF, _LARGE | {"warps": 8, "aligned": True}),
+    "the same, not aligned": (matmul, _HALF, _LARGE | {"warps": 8}),
+    "the same, 4 warps": (matmul, _HALF, _LARGE),
+    "product in FP32, 128 x 128": (matmul, _FULL, _LARGE | {"warps": 8, "aligned": True}),
+    "FlashAttention, 64 x 64": (
+        flash,
+        ["*fp16"] * 4 + ["*fp32", "i32", "fp32"],
+        {"aligned": True, "H": 64, "BQ": 64, "BK": 64},
+    ),
+}
+FIGURES = {
+    "softmax of 1,024": Compiled(22, 16, 0, tensor_ops=0, loads=2, wide=2, occupancy=1.0),
+    "product, tile 32 x 32": Compiled(46, 8192, 0, tensor_ops=0, loads=6, wide=6, occupancy=0.625),
+    "product, tile 128 x 128": Compiled(112, 98_304, 0, tensor_ops=4, loads=24, wide=24, occupancy=0.25),
+    "the same, not aligned": Compiled(254, 32_768, 0, tensor_ops=4, loads=64, wide=0, occupancy=0.125),
+    "the same, 4 warps": Compiled(254, 32_768, 360, tensor_ops=8, loads=128, wide=0, occupancy=0.125),
+    "product in FP32, 128 x 128": Compiled(231, 131_072, 0, tensor_ops=0, loads=48, wide=48, occupancy=0.125),
+    "FlashAttention, 64 x 64": Compiled(125, 57_344, 0, tensor_ops=8, loads=28, wide=28, occupancy=0.25),
+}
+
+
+def compiled_again(name: str) -> Compiled:
+    """Compile one of PROGRAMS here.
+
+    Raises   RuntimeError as `compiled`
+    """
+    kernel, types, how = PROGRAMS[name]
+    return compiled(kernel, types, **how)

@@ -6,6 +6,7 @@ than a GPU: a place outside the tensor is an error, and no two programs run at o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ class jit:
     def __init__(self, kernel: Callable[..., None]) -> None:
         self.kernel = kernel
         self.arg_names = list(inspect.signature(kernel).parameters)
+        functools.update_wrapper(self, kernel)
+
+    def __call__(self, *arguments: object) -> None:
+        raise TypeError(f"{self.kernel.__name__} is a kernel; give the places of its grid: kernel[grid](...)")
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def run(*arguments: object) -> None:

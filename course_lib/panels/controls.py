@@ -53,6 +53,7 @@ _LISTS: dict[str, tuple[str, Options]] = {  # what it is called, from what is ch
     "cp_method": ("method", named(CP_METHODS)),
     "cp_sharding": ("sequence sharding", named(SEQUENCE_SHARDINGS)),
     "schedule": ("schedule", ()),
+    "precision": ("precision", named(("bf16", "fp8"))),
 }
 _SLIDERS: dict[str, tuple[str, Options]] = {
     "seq_len": ("sequence", LENGTHS),
@@ -77,6 +78,8 @@ _SLIDERS: dict[str, tuple[str, Options]] = {
     "max_nodes": ("nodes a token", (("no limit", 0), *named((1, 2, 3, 4)))),
     "skew": ("skew", named((0.0, 0.25, 0.5, 0.75, 1.0, 1.5))),
     "d_model": ("d_model", powers(512, 8192)),
+    "rows": ("rows", powers(64, 16_384)),
+    **{f"tile_{of}": (f"tile, {of}", powers(16, 256)) for of in "mn"},
 }
 
 

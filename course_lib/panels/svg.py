@@ -24,7 +24,7 @@ _ROW, _NAME = 22, 13  # heights: of a row, of a name above the rows
 _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range, "
     "partial sum",
-    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now",
+    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now, read again",
     OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all",
     OKABE_ITO["yellow"]: "launches",
     OKABE_ITO["blue"]: "data, moving bytes, computed, predicted, layer",

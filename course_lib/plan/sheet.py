@@ -3,6 +3,7 @@
     sheet("my-8b", model="llama-3.1-8b", gpus=16)       # chapter 01: choose; the choice stays in a file
     sheet("my-8b").upto("04")                           # the end of a lesson: its rows, and what comes next
     sheet("my-8b").decide("dp=16,zero_stage=3,micro_batches=8")      # the learner's own layout, kept as well
+    sheet("my-8b").plan()                               # chapter 12: the layout decided last, with its estimate
 
 The file, runs/sheets/NAME.json beside notebooks/, holds words alone: the job and the layouts decided on. Every number
 is worked out anew by `estimate`, so a sheet is never older than the package.
@@ -123,8 +124,7 @@ class Sheet:
             if one.chapter <= upto
         ]
         if upto >= "10":
-            best = search(job).best
-            rows.append(Row("10", "the planner's first", best, _sent(best)))
+            rows.append(self._row("10", "the planner's first", None))
         return rows + [self._row("", "decided: layout " + str(n + 1), text) for n, text in enumerate(choice.decided)]
 
     def upto(self, chapter: str) -> None:
@@ -142,8 +142,32 @@ class Sheet:
         work_out(self.choice.job(), Layout.parse(layout))
         return _kept(replace(self, choice=replace(self.choice, decided=(*self.choice.decided, layout))))
 
-    def _row(self, chapter: str, name: str, layout: str, gpus: int | None = None) -> Row:
+    def plan(self) -> Estimate:
+        """Return the plan that the sheet has become: the layout decided last, else the planner's first.
+
+        Raises   ValueError if nothing was decided and no layout fits
+        """
+        job, decided = self.choice.job(), self.choice.decided
+        return work_out(job, Layout.parse(decided[-1])) if decided else search(job).best
+
+    def judge(self, layout: Layout) -> str:
+        """Say whether a layout fits the job, and which share of the fastest layout's speed it reaches.
+
+        Raises   ValueError if the job cannot be trained so, or no layout fits
+        """
+        one, fastest = work_out(self.choice.job(), layout), search(self.choice.job(), enough=1).fastest
+        said = (
+            f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.verdict}"
+        )
+        share = fastest.step_s / one.step_s
+        return f"{said} (modelled)\n{share:.0%} of the speed of the fastest of the search, {fastest.layout}"
+
+    def _row(self, chapter: str, name: str, layout: str | None, gpus: int | None = None) -> Row:
+        """A layout's row, or the planner's first without one."""
         try:
+            if layout is None:
+                best = search(self.choice.job()).best
+                return Row(chapter, name, best, _sent(best))
             job, cut = self.choice.job(gpus), Layout.parse(layout)
             if cut.sequences_per_step != job.sequences:
                 return Row(chapter, name, refusal=f"not possible: {job.sequences:,} sequences over dp {cut.dp}")

@@ -11,6 +11,7 @@ collectives.py   a collective as NCCL would do it: algorithm, protocol, link
 data.py          data parallelism: buckets, tokens that hide a gather, offload
 tensor.py        a layer of tensor and sequence parallelism: which sums hide
 context.py       a layer's attention over context-parallel ranks: which ring steps hide
+kernel.py        one kernel: bytes that it asks for, roofline, multiprocessors
 timelines.py     what a rank computes and what travels beside it, span by span
 failures.py      how often to save when GPUs fail: lost work against the time of saving
 

@@ -70,7 +70,7 @@ def test_what_is_too_large_is_refused_before_a_rank_starts(monkeypatch):
     monkeypatch.setattr(five_d_profile, "launch", lambda *a, **k: pytest.fail("ranks were started"))
     with pytest.raises(ValueError, match="at most 16 ranks and a toy"):
         measure_five_d(preset("toy"), Layout(dp=32))
-    with pytest.raises(ValueError, match="choose toy or toy-moe"):
+    with pytest.raises(ValueError, match="choose toy, toy-moe or speaks"):
         measure_five_d(preset("llama-3.1-8b"), Layout())
     with pytest.raises(ValueError, match="nearest: tp=2"):
         measure_five_d(preset("toy"), Layout(tp=3))

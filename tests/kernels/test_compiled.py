@@ -2,12 +2,10 @@
 
 import pytest
 
-from course_lib.kernels.attention import flash
-from course_lib.kernels.compiled import compiled
-from course_lib.kernels.formulas import occupancy
+from course_lib.kernels.compiled import FIGURES, PROGRAMS, compiled, compiled_again
 from course_lib.kernels.language import HOST
 from course_lib.kernels.product import matmul
-from course_lib.kernels.rows import softmax_fused
+from course_lib.timing.kernel import occupancy
 
 HALF, FULL = ["*fp16"] * 3 + ["i32"] * 3, ["*fp32"] * 3 + ["i32"] * 3
 BIG, SMALL = {"GROUP": 8, "BM": 128, "BN": 128, "BK": 64}, {"GROUP": 8, "BM": 32, "BN": 32, "BK": 32}
@@ -33,14 +31,13 @@ def test_large_tiles_of_half_precision_use_tensor_cores_and_more_of_a_multiproce
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_figures_that_the_lesson_shows_are_those_of_the_compiler(name):
+    assert compiled_again(name) == FIGURES[name]
+
+
+@needs_compiler
 def test_without_alignment_no_load_is_wide():
     told, silent = compiled(matmul, HALF, warps=8, aligned=True, **BIG), compiled(matmul, HALF, warps=8, **BIG)
     assert silent.wide == 0 < told.wide == told.loads < silent.loads
     assert silent.registers > told.registers
-
-
-@needs_compiler
-def test_the_other_kernels_compile():
-    assert compiled(softmax_fused, ["*fp32", "*fp32", "i32"], aligned=True, BLOCK=1024).tensor_ops == 0
-    types = ["*fp16"] * 4 + ["*fp32", "i32", "fp32"]
-    assert compiled(flash, types, aligned=True, H=64, BQ=64, BK=64).tensor_ops > 0

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from course_lib.kernels import attention, formulas, rows
+from course_lib.kernels import attention, rows
 from course_lib.kernels.language import HOST
 from course_lib.kernels.product import product_by_tiles, sum_lines
+from course_lib.kernels.timed import on_a_gpu
 from course_lib.kernels.traffic import LINE_BYTES, SECTOR_BYTES, KernelTraffic, new
+from course_lib.timing import kernel
 
 HALF = torch.float16
 
@@ -23,7 +25,7 @@ def test_softmax_by_four_kernels_and_by_one():
     with KernelTraffic() as one:
         rows.softmax_by_one(x, y)
     torch.testing.assert_close(y, x.softmax(-1))
-    assert (four.bytes, one.bytes) == formulas.softmax_bytes(R, N)
+    assert (four.bytes, one.bytes) == kernel.softmax_bytes(R, N)
 
 
 def test_swiglu_and_its_gradients():
@@ -57,7 +59,7 @@ def test_a_tiled_product_loads_what_the_formula_says(shape, tile, dtype):
     with KernelTraffic() as counted:
         c = product_by_tiles(a, b, tile)
     torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2e-3, atol=2e-2)
-    assert (counted.loaded, counted.stored) == formulas.product_bytes(M, N, K, BM, BN, dtype.itemsize)
+    assert (counted.loaded, counted.stored) == kernel.product_bytes(M, N, K, BM, BN, dtype.itemsize)
     if M % BM == N % BN == 0:
         assert counted.loaded == M * N * K * dtype.itemsize // BM + M * N * K * dtype.itemsize // BN
 
@@ -115,8 +117,8 @@ def test_flash_stores_no_score_and_is_attention(S):
     assert (o.float() - right).abs().max() < 2e-3
     assert (o3.float() - right).abs().max() < 2e-3
     torch.testing.assert_close(lse, score.logsumexp(-1), atol=2e-3, rtol=1e-3)
-    assert one.bytes == formulas.flash_bytes(heads, S, H, tile)
-    assert three.bytes == formulas.three_kernel_bytes(heads, S, H, tile)
+    assert one.bytes == kernel.flash_bytes(heads, S, H, tile)
+    assert three.bytes == kernel.three_kernel_bytes(heads, S, H, tile)
 
 
 @pytest.mark.skipif(HOST != "torch", reason="Triton's interpreter reads past the end without an error")
@@ -130,6 +132,8 @@ def test_a_place_outside_the_tensor_is_an_error_here():
 def test_a_launch_names_what_it_takes():
     with pytest.raises(TypeError, match=r"sum_lines takes x_ptr, y_ptr, n, step, BLOCK; got 2"):
         sum_lines[(1,)](new((4,)), new((4,)))
+    with pytest.raises(TypeError, match=r"sum_lines is a kernel; give the places of its grid: kernel\[grid\]"):
+        sum_lines(new((4,)), new((4,)))
     with pytest.raises(ValueError, match="contiguous"):
         sum_lines[(1,)](new((4, 4), seed=0).mT, new((4,)), 4, 1, 4)
 
@@ -151,3 +155,21 @@ def test_new_begins_where_a_gpu_s_would(dtype):
     assert made.data_ptr() % 512 == 0
     assert torch.equal(made, new((3, 5), dtype, seed=1))
     assert not new((3, 5), dtype).any()
+
+
+@pytest.mark.skipif(HOST != "interpreter", reason="of Triton's interpreter: make test-kernels")
+def test_the_interpreter_is_wrong_in_bf16_as_the_notebook_in_depth_says():
+    a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
+    rows.swiglu_forward[(1,)](a, b, y, 256, 256)
+    assert (y.float() - (F.silu(a) * b).float()).abs().max() > 1
+
+
+@pytest.mark.skipif(HOST == "interpreter", reason="of our own host")
+def test_our_host_is_right_in_bf16():
+    a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
+    rows.swiglu_forward[(1,)](a, b, y, 256, 256)
+    torch.testing.assert_close(y, F.silu(a) * b, rtol=2e-2, atol=1e-2)
+
+
+def test_without_a_gpu_one_sentence_says_what_would_be_timed():
+    assert on_a_gpu().startswith("Here no GPU with Triton") or "TFLOP/s" in on_a_gpu()

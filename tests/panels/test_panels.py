@@ -26,6 +26,7 @@ from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
 from course_lib.panels.game import GAME, JOBS, job_of_day, layout_for, listed
+from course_lib.panels.kernel import TILES
 from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.record import Control, Panel
@@ -43,7 +44,7 @@ PANELS = {
     for panel in (
         COLLECTIVE, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, OVERLAP, runs.ZERO, runs.TENSOR, runs.TENSOR_SEQUENCE,
         runs.CONTEXT, runs.LAYOUT, runs.PLAN, PIPELINE, PUZZLE, EXPERTS,
-        RING, GAME,
+        RING, GAME, TILES,
     )
 }  # fmt: skip
 LLAMA_8B = preset("llama-3.1-8b")
@@ -141,7 +142,7 @@ def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
     code = (
         "import sys, importlib\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'yaml', 'ipywidgets', 'IPython'): sys.modules[name] = None\n"
-        "from course_lib.panels import collectives, experts, game, one_gpu, pipeline, ring, runs\n"
+        "from course_lib.panels import collectives, experts, game, kernel, one_gpu, pipeline, ring, runs\n"
         "from course_lib.panels.record import Panel, answer_of\n"
         "found = [one for name, module in list(sys.modules.items()) if name.startswith('course_lib.panels.') "
         "for one in vars(module).values() if isinstance(one, Panel)]\n"

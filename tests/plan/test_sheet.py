@@ -1,6 +1,7 @@
 """The learner's sheet: its rows are the estimate's, its file holds words alone, its last line says what is true."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_experts_have_a_row_and_dense_models_none():
     dense, experts = Sheet("a", Choice()), Sheet("b", Choice(model="mixtral-8x7b", gpus=32))
     assert not [row for row in dense.rows("09") if row.chapter == "09"]
     assert [row.estimate.layout.ep for row in experts.rows("09") if row.chapter == "09"] == [8]
+
+
+def test_where_nothing_fits_the_planner_s_row_says_so_and_there_is_no_plan():
+    too_large = Sheet("big", Choice(model="llama-3.1-405b", gpus=8))
+    assert "fits 85.0 GB" in too_large.rows("10")[-1].line()
+    with pytest.raises(ValueError, match="fits 85"):
+        too_large.plan()
+
+
+def test_a_sheet_becomes_the_planner_s_plan_or_the_one_decided_last_and_judges_it():
+    made, mine = Sheet("my-8b", Choice()), "dp=2,tp=8,micro_batches=64,zero_stage=1"
+    best, decided = made.plan(), replace(made, choice=replace(made.choice, decided=("dp=16", mine))).plan()
+    assert best == made.rows("10")[-1].estimate
+    assert decided == work_out(made.choice.job(), Layout.parse(mine))
+    assert "fits" in made.judge(best.layout) and "\n100%" in made.judge(best.layout)
+    assert f"\n{best.step_s / decided.step_s:.0%} of the speed" in made.judge(decided.layout)
 
 
 def test_what_cannot_be_says_why_in_its_row():

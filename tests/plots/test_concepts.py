@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from course_lib import model
 from course_lib.authoring import ROOT, read
+from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
 from course_lib.hardware import LINKS, Cluster, gpu
@@ -33,6 +34,7 @@ from course_lib.plan import Job
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.simulate.two_hosts import MEASURED
+from course_lib.timing.kernel import HOPPER, Roof, product_bytes
 from course_lib.units import show_bytes
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))
@@ -156,6 +158,37 @@ def groups_along(axis: str) -> str:
     return "groups " + " ".join("{" + ",".join(map(str, group)) + "}" for group in groups)
 
 
+def inside_an_h100() -> list[str]:
+    one, all_shared = gpu("h100"), HOPPER.count * HOPPER.lanes_bytes * gpu("h100").bf16_flops / HOPPER.count / 4096
+    return [
+        f"one SM, of {HOPPER.count}",
+        f"registers: {HOPPER.registers * 4 >> 10} KiB",
+        f"shared memory: {HOPPER.shared_bytes >> 10} KiB",
+        f"{HOPPER.count} SMs: {HOPPER.count * HOPPER.registers * 4 >> 20} MiB, "
+        f"{HOPPER.count * HOPPER.shared_bytes >> 20} MiB;",
+        f"shared memory {all_shared / 1e12:.0f} TB/s",
+        f"{HOPPER.l2_bytes >> 20} MiB",
+        f"{one.memory_bytes_per_s / 1e12:.2f} TB/s",
+        f"{one.memory_bytes >> 30} GiB",
+        f"NVLink {LINKS[one.link].bytes_per_s / 1e9:.0f} GB/s one way,",
+    ]
+
+
+def roofs() -> list[str]:
+    ridges = [f"{name}: ridge at {Roof(gpu(key), 1, 1).ridge:.0f}" for name, key in ROOFS.items()]
+    n = 4096
+    tiles = [(f"tile {t}", 2 * n**3 / sum(product_bytes(n, n, n, t, t))) for t in (16, 32, 128)]
+    once = [f"each matrix once: {2 * n**3 / (2 * 3 * n**2):,.0f}"]
+    return ridges + [f"{name}: {intensity:.3g}" for name, intensity in tiles] + once
+
+
+def read_by_first_16(group: int) -> str:
+    places = [check_order.reference(pid, 16, 16, group) for pid in range(16)]
+    rows, columns = (len(set(of)) for of in zip(*places, strict=True))
+    return f"{rows} + {columns} = {rows + columns} rows and columns of tiles"
+
+
+ROOFS = {"A100": "a100-80", "H100": "h100", "B200": "b200"}
 WIRES = [LINKS[key] for key in ("nvlink4", "pcie5", "pcie5", "efa")]  # from the top
 MESH = Mesh(pp=2, dp=2, tp=2)
 MIXED, LLAMA = RECIPES["bf16-master"], preset("llama-3.1-8b")
@@ -180,6 +213,9 @@ SAID = {
     "two_hosts": [f"{row.link_bytes / 1e6:.1f} MB on the link" for row in MEASURED]
                  + [f"{row.step_s:.1f} s for a step" for row in MEASURED],
     "node": [f"{one.name}: {one.bytes_per_s / 1e9:.0f} GB/s each way" for one in WIRES],
+    "gpu_inside": inside_an_h100(),
+    "roofline": roofs(),
+    "tile_order": [read_by_first_16(group) for group in (1, 4)],
     "pipeline_cut": [f"layer {layer}" for layer in range(8)],
     "flow_chart": [f"{100 * MOST_WAITING:g} % of its step:",
                    f"so far waits for {100 * COST_OF_RECOMPUTATION:g} % or more"],

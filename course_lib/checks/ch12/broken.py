@@ -1,4 +1,4 @@
-"""Table of chapter 12, exercise 7: a broken program, which repeats rows after it was resumed."""
+"""Table of chapter 12, exercise 8: a broken program, which repeats rows after it was resumed."""
 
 import io
 

@@ -79,19 +79,39 @@ class Roof:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What the programs on one multiprocessor (SM) share, and what one of them may have.
+    """What the programs on one multiprocessor (SM) share, what one of them may have, and how many a GPU has.
 
-    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100)
+    count         SMs of a GPU
+    l2_bytes      the cache that all SMs share
+    lanes_bytes   that shared memory delivers to an SM in a clock: 32 banks of 4
+
+    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100), 10.0 (B200). Count
+    and L2: whitepapers "NVIDIA H100 (A100) Tensor Core GPU Architecture"; B200 as Chips and Cheese reports them (2025)
     """
 
     name: str
-    registers: Size = 65_536
+    count: Size = 132
+    l2_bytes: Bytes = 50 * 2**20
+    registers: Size = 65_536  # of 4 bytes
     shared_bytes: Bytes = 228 * 1024
     threads: Size = 2048
     reserved_bytes: Bytes = 1024  # of shared memory, for each program
+    lanes_bytes: Size = 128
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
-HOPPER, AMPERE = Multiprocessor("Hopper"), Multiprocessor("Ampere, A100", shared_bytes=164 * 1024)
+HOPPER = Multiprocessor("Hopper")
+AMPERE = Multiprocessor("Ampere, A100", count=108, l2_bytes=40 * 2**20, shared_bytes=164 * 1024)
+BLACKWELL = Multiprocessor("Blackwell, B200", count=148, l2_bytes=126 * 10**6)
+
+
+@checked
+def busy_share(M: Size, N: Size, tile_m: Size, tile_n: Size, of: Multiprocessor = HOPPER) -> float:
+    """Share (0 to 1) of the SMs' time that a product fills, one tile on an SM at a time: the last wave is not full."""
+    tiles = -(-M // tile_m) * -(-N // tile_n)
+    return tiles / (-(-tiles // of.count) * of.count)
 
 
 @checked

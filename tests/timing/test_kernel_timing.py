@@ -3,7 +3,16 @@
 import pytest
 
 from course_lib.hardware import gpu
-from course_lib.kernels.formulas import AMPERE, HOPPER, Roof, flash_bytes, occupancy, product_bytes, three_kernel_bytes
+from course_lib.timing.kernel import (
+    AMPERE,
+    HOPPER,
+    Roof,
+    busy_share,
+    flash_bytes,
+    occupancy,
+    product_bytes,
+    three_kernel_bytes,
+)
 
 
 def test_the_roof_of_an_h100():
@@ -36,3 +45,10 @@ def test_flash_gains_with_the_length():
 )
 def test_occupancy_is_what_runs_out_first(registers, shared, warps, of, share):
     assert occupancy(registers, shared, warps, of) == share
+
+
+def test_a_wave_of_tiles_is_full_or_not():
+    assert busy_share(128 * 12, 128 * 11, 128, 128) == 1.0  # 132 tiles on 132 SMs
+    assert busy_share(512, 2048, 128, 128) == 64 / 132
+    assert busy_share(128 * 133, 128, 128, 128) == 133 / 264  # a second wave for one tile
+    assert busy_share(512, 2048, 128, 128, AMPERE) == 64 / 108
