@@ -306,6 +306,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "dp_spans": {"bucket_comm_s": [0.1]},
         "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}},
         "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
+        "zero3_backward_spans": {"units": ["a", "b"]},
         "zero3_spans": {"passes_s": (1.0, 2.0), "gather_s": 0.5, "reduce_s": 0.5},
     },
     "timing.failures": {

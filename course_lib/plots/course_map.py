@@ -46,7 +46,7 @@ COURSE = (
     Chapter(10, "All five\nat once", "one layout of all", (4, 5, 6, 7, 8, 9)),
     Chapter(11, "Finding a\nconfiguration", "which layout to use", (1, 10)),
     Chapter(12, "On a\ncluster", "run, watch, repair", (3, 10, 11)),
-    Chapter(13, "Inside\na GPU", "kernels, eight bits", (1, 2)),
+    Chapter(13, "Inside\na GPU", "kernels, eight bits", (2, 11)),
 )
 
 
