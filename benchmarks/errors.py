@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import simulated  # beside this file
 import tyro
 from scipy.optimize import least_squares
 from tyro.conf import Positional
@@ -295,6 +296,7 @@ def document(measured: Sequence[Told], published: Sequence[Told]) -> str:
         "PAIRS": f"{100 * pairs[0] - 100:.1f} % faster in the median; estimated are {100 * pairs[1] - 100:.1f} %. "
         f"Pair by pair the estimate is {100 * pairs[2] - 100:+.1f} % off in the median",
         "FITS": f"{figures(measured, by_fit)['fits'][0]} of {len(measured)}",
+        "SIMULATED": "\n".join(map(simulated.line, simulated.FAMILIES)),
         "PUBLISHED": "\n".join(published_lines(published, found)),
         "RATES": "\n".join(rates_lines(RATES)),
     }

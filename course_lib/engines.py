@@ -112,7 +112,7 @@ class EngineFacts:
     hides_tp            share of tp's exposed time that is hidden: collectives cut in pieces beside products
     hides_behind_weights  backward's sums of tp travel beside weight gradients
     hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
-    hides_ep            rows of experts travel beside another micro-batch, as DualPipe has them
+    hides_ep            schedules in which rows of experts travel beside another micro-batch
     counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
 
     file                what its configuration file can say
@@ -149,7 +149,7 @@ class EngineFacts:
     hides_tp: Share = 0.0
     hides_behind_weights: bool = True
     hides_data: bool = True
-    hides_ep: bool = False
+    hides_ep: tuple[str, ...] = ()
     counts_tied_twice: bool = False
 
     def __post_init__(self) -> None:

@@ -418,6 +418,7 @@ PATCHES = (
     (torch.cuda, "current_device", lambda: 0),
     (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
     (torch.cuda, "max_memory_allocated", lambda device=None: 0),
+    (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
     (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
     (torch.cuda, "set_device", lambda device: None),
     (torch.cuda, "Stream", NoStream),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, first_terms, last_terms, layer_terms, of_matrices
-from course_lib.memory.flats import Flat, Named, layers_of
+from course_lib.memory.flats import Flat, Named, layers_of, placed_by
 from course_lib.memory.states import Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
@@ -236,6 +236,8 @@ def gradients_of(
     if zero or layout.data_size > 1 or recipe.grad_bytes <= raw:  # else FP32 buffers are there before
         alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
         groups += [((one,), raw * one.numel) for one in order if one.name in alone]
+    # a split backward makes gradients that are of no product in its first part
+    of_no_product = {name for name in time if _is_of_no_product(name)} if placed_by(layout).splits_backward else set()
     there, at_once, leaving = ([0] * (len(order) + 1) for _ in range(3))
     ends = accumulate((max(time[one.name] for one in flat.tensors) for flat in shared), max)
     full = [left[flat.unit] for flat in shared] if zero == 3 else [*ends]
@@ -250,13 +252,15 @@ def gradients_of(
                 leaving[when] += change
             begun = free
         there[begun] += kept
-        early = [time[one.name] for one in group if _is_at_once(one.name)]
+        early = [time[one.name] for one in group if one.name in of_no_product]
         at_once[min(early, default=-1)] += kept * bool(early)
     there, at_once, leaving = ([*accumulate(sizes)] for sizes in (there, at_once, leaving))
     embed, copied = next((raw * one.numel for one in tensors if one.name == "embed"), 0), bool(shared)
     tied = embed * is_tied
-    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor
-    summed = embed * copied + tied * (1 + copied * (layout.tp == 1)) - embed * (zero > 1 and is_tied)
+    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor. ZeRO-2 and 3 send one on
+    # its way, but a weight that ZeRO-3 gathered once for both gets both
+    is_sent = zero == 2 or (zero == 3 and layout.tp > 1)
+    summed = embed * copied + tied * (1 + copied * (layout.tp == 1) - is_sent)
     whole = _whole(flats, raw, tied) if zero == 3 else {}
     at, begin = {"": Arrived(), "head": Arrived(whole=whole.get("end", 0))}, 0
     for key, half in halves.items():
@@ -266,12 +270,11 @@ def gradients_of(
         most = (max(leaving[begin : end + 1]) + (summed if key == "embed" else tied) for end in (others, last))
         at[key] = Arrived(*pairs, tuple(most), whole.get(half[0].unit, 0))
         begin = last + 1
-    largest = raw * max((one.numel for one in tensors if not _is_at_once(one.name)), default=0)
+    largest = raw * max((one.numel for one in tensors if one.name not in of_no_product), default=0)
     return Gradients(there[-1], at_once[-1], largest, at)
 
 
-def _is_at_once(name: str) -> bool:
-    """Whether a split backward makes this gradient in its first part: it is of no product."""
+def _is_of_no_product(name: str) -> bool:
     return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
 from math import prod
 
 from course_lib.config import ModelConfig, Recompute
@@ -21,8 +20,8 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
-from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of
-from course_lib.memory.peak import after_backward, moments, moved_bytes
+from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of, with_any_batch
+from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
     LoRA,
@@ -201,7 +200,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
     if not_flat and layout.zero_stage == 0 and layout.world_size == layout.dp:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, step_counters=counters)
-    return five_d_states(run.config, layout, pp_rank, tp_rank, recipe, run.optimizer, counters)
+    return five_d_states(run.config, with_any_batch(layout), pp_rank, tp_rank, recipe, run.optimizer, counters)
 
 
 # ---- one rank
@@ -209,19 +208,17 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 
 def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
     part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
-    gradients, sizes = _trained(run.config, recipe, run.lora, _with_any_micro_batches(layout), pp_rank, tp_rank)
+    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
     stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, offload = states_of(run, pp_rank, tp_rank), run.offload
     held = sum(one.held for one in gradients.values())
     always = _always(part, tensors_of(run.config, layout, pp_rank, tp_rank))
-    largest, peak, moment = Counter(), Counter(), ""
     steps = moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)
-    updates = ((name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, sizes))
-    for name, change in chain(steps, updates):
-        now = always + Counter(change)
-        largest |= now | Counter(saved=now["activations"] + now["logits"])
-        if now.total() > peak.total():
-            peak, moment = now, name
+    updates = ((name, Held(gradients=held, temporary=size)) for name, size in after_backward(part, sizes))
+    steps = [*steps, *updates]
+    moment, fullest = max(steps, key=lambda step: sum(step[1]))
+    largest = Held(*map(max, zip(*(now for _, now in steps), strict=True))).plus(always)
+    peak = fullest.plus(always)._asdict()
     peak["parameters"] = states.parameters if offload.parameters == "device" else 0
     peak["optimizer"] = states.optimizer if offload.optimizer == "device" else 0
     if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
@@ -232,20 +229,14 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
     reserve = round((engine.reserved_share - 1) * sum(at_peak.values()))
     return Budget(
         parameters=peak["parameters"],
-        gradients=states.gradients,
         optimizer=peak["optimizer"],
-        **{kind: largest[kind] for kind in ("activations", "logits", "temporary", "gathered", "saved")},
+        **largest._replace(gradients=states.gradients)._asdict(),
+        saved=max(now.activations + now.logits for _, now in steps),
         at_peak=at_peak,
         moment=moment,
         overheads=overheads_of(run) | ({"allocator's reserve": reserve} if reserve else {}),
         elsewhere={place: size for place, size in places.items() if place != "device" and size},
     )
-
-
-@lru_cache(maxsize=4096)
-def _with_any_micro_batches(layout: Layout) -> Layout:
-    """One of many layouts whose gradients are the same: they differ in schedule steps and recomputation."""
-    return replace(layout, micro_batch=1, micro_batches=2 * layout.pp, recompute="none", regather=False)
 
 
 @lru_cache(maxsize=2048)
@@ -283,9 +274,9 @@ def _under(run: Run, engine: EngineFacts) -> Run:
     return run
 
 
-def _always(part: Part, tensors: Sequence[Named]) -> Counter:
+def _always(part: Part, tensors: Sequence[Named]) -> Held:
     """What an engine holds all through a step, of which the course's has nothing."""
-    engine, run, layout, found = part.engine, part.run, part.run.layout, Counter()
+    engine, run, layout, found = part.engine, part.run, part.run.layout, {}
     if engine.root_gathered and layout.zero_stage == 3:
         ends = sum(one.numel for one in tensors if one.name in ("embed", "head"))
         found["gathered"] = recipe_of(run.recipe).param_bytes * ends
@@ -293,4 +284,4 @@ def _always(part: Part, tensors: Sequence[Named]) -> Counter:
         found["temporary"] = 2 * layout.micro_batches * part.own_rows * run.config.d_model * part.e
     if run.lora is not None and run.lora.four_bits and engine.name != "course":  # a matrix, dequantized
         found["temporary"] = part.e * max(prod(shape) for shape, _ in quantized_shapes(run.config).values())
-    return found
+    return Held(**found)

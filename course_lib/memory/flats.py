@@ -9,9 +9,10 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
@@ -40,8 +41,7 @@ def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
 # ---- tensors
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(NamedTuple):
     """One parameter tensor of a rank."""
 
     name: str
@@ -151,8 +151,7 @@ def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
 # ---- flats
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks.
 
     unit            of its first tensor; with ZeRO-3 of all
@@ -174,7 +173,12 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // ranks) * ranks
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
+def with_any_batch(layout: Layout) -> Layout:
+    """One of many layouts whose parameters, gradients and states are the same: they differ in batch, recomputation."""
+    return replace(layout, micro_batch=1, micro_batches=2 * layout.pp, recompute="none", regather=False)
+
+
 def flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2, lora: LoRA | None = None
 ) -> tuple[Flat, ...]:
@@ -183,6 +187,13 @@ def flats_of(
     itemsize   bytes of a parameter: a bucket closes once it has its size
     lora       adapters, which then are all that is summed
     """
+    return _flats_of(config, with_any_batch(layout), pp_rank, tp_rank, itemsize, lora)
+
+
+@lru_cache(maxsize=1024)
+def _flats_of(
+    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None
+) -> tuple[Flat, ...]:
     groups = _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
     of_experts, of_others, flats = layout.expert_shard_size, layout.shard_size, []
     for group, sizes, numel in groups:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 from course_lib.layout import Layout
@@ -68,24 +69,35 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
     return tuple(one for like in found.values() for one in like)
 
 
-def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator:
-    """Yield each moment of a rank's step that can be its fullest: a name, and bytes beside parameters and optimizer.
+class Held(NamedTuple):
+    """Bytes that a rank holds at a moment beside parameters and optimizer."""
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+    temporary: int = 0
+    gathered: int = 0
+
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held(*map(add, self, other))
+
+
+def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
+    """Yield each moment of a rank's step that can be its fullest, by name.
 
     message   bytes of what goes from stage to stage: one is received ahead, and one sent has not surely arrived
     """
     messages = 2 * len(stages) if layout.pp > 1 and layout.micro_batches > 1 else 0
     for now in instants(layout, pp_rank):
-        held = Counter(temporary=messages * message)
+        held = Held(temporary=messages * message)
         for one, (stage, gradients) in stages.items():
-            saved, waiting = now.saved[one], now.waiting[one]
-            held["activations"] += saved * stage.activations + waiting * stage.waiting
-            held["logits"] += saved * stage.logits
-            if one in now.done:
-                held["gradients"] += gradients.held
-            elif one in now.begun:
-                held["gradients"] += gradients.at_once
+            made = gradients.held if one in now.done else gradients.at_once if one in now.begun else 0
+            saved = now.saved[one]
+            activations = saved * stage.activations + now.waiting[one] * stage.waiting
+            held = held.plus(Held(made, activations, saved * stage.logits))
         for name, own in backward_moments(now, *stages[now.stage]):
-            yield f"{now.op} of stage {now.stage}: {name}", held + Counter(own)
+            yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
 
 
 def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
@@ -94,23 +106,21 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
     if now.op == "W":  # of weights, from inputs and gradients that waited
         made = is_first * (gradients.held - gradients.at_once)
         work = gradients.largest
-        yield "first product", {"activations": stage.waiting, "temporary": work}
-        yield "last product", {"gradients": made, "temporary": work}
+        yield "first product", Held(activations=stage.waiting, temporary=work)
+        yield "last product", Held(gradients=made, temporary=work)
         return
     for one in stage.moments:
         unit, is_all = one.where
         at = gradients.at.get(unit, Arrived())
         made = at.there if now.op == "B" else at.at_once
-        yield (
-            one.name,
-            {
-                "activations": one.activations,
-                "logits": one.logits,
-                "gradients": is_first * (now.stage not in now.begun) * made[is_all],
-                "temporary": one.work + at.leaving[is_all],
-                "gathered": at.whole,
-            },
+        held = Held(
+            gradients=is_first * (now.stage not in now.begun) * made[is_all],
+            activations=one.activations,
+            logits=one.logits,
+            temporary=one.work + at.leaving[is_all],
+            gathered=at.whole,
         )
+        yield one.name, held
 
 
 def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
@@ -125,7 +135,7 @@ def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
 
 
 def after_backward(part: Part, sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of each moment besides states: norms for clipping, AdamW's work space.
+    """Yield (name, bytes) of each moment beside states: norms for clipping, AdamW's work space.
 
     sizes   elements of the rank's trained tensors, or of its shards of flats
     """

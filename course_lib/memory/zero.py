@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
@@ -93,6 +93,7 @@ def wire_grad_bytes(recipe: Recipe) -> int:
     return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
 
 
+@lru_cache(maxsize=1024)
 def five_d_states(
     config: ModelConfig,
     layout: Layout,

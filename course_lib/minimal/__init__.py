@@ -4,6 +4,7 @@ ring.py        all-reduce through rank 0, and around a ring
 memory.py      a tracker of storages, what autograd saves, and the formulas that predict both
 data.py        data parallelism: one message per parameter, buckets, overlap with backward
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3
+muon.py        Muon under ZeRO-1: shards that are whole matrices
 tensor.py      tensor parallelism of a whole Llama: f and g, layers that are cut, a loss from parts of the logits
 sequence.py    sequence parallelism on top of it: two functions change, and the norms' gradients are summed
 one_f_one_b.py a pipeline: lists of instructions, and a rank that executes its list

@@ -7,6 +7,7 @@ in `no_sync`, another dtype for sums, and errors for what a user forgets.
 Source   Li et al. 2020, PyTorch Distributed (arXiv:2006.15704)
 """
 
+import torch
 import torch.distributed as dist
 
 from course_lib import comm
@@ -71,6 +72,8 @@ class Bucket:
 class BucketedDP(DataParallel):
     """One all-reduce per bucket, after backward."""
 
+    max_norm = float("inf")  # of the gradient; a longer one is clipped
+
     def __init__(self, model, make_optimizer, group):
         super().__init__(model, make_optimizer, group)
         groups = assign_buckets(model.parameters(), BUCKET_SIZE)
@@ -83,9 +86,22 @@ class BucketedDP(DataParallel):
         self.finish()
 
     def finish(self):
-        """Wait for all buckets, update every parameter, and empty the buckets."""
+        """Wait, clip, step: what comes between the last all-reduce and the next step."""
+        self.wait()
+        self.clip()
+        self.step()
+
+    def wait(self):
+        """Wait for the averages of all buckets."""
         for bucket in self.buckets:
             bucket.work.wait()
+
+    def clip(self):
+        """Shorten the mean gradient to `max_norm`; all ranks have the same norm."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+
+    def step(self):
+        """Update every parameter, and empty the buckets."""
         self.optimizer.step()
         for bucket in self.buckets:
             bucket.flat_P.zero_()  # .grad stays a view of the bucket

@@ -62,7 +62,7 @@ def _draw_game(job: str, **values) -> Shown:
     yours = work_out(asked, layout)
     charts, said = compared("Your layout", {"yours": yours.run}, "yours", asked.cluster, asked.engine)
     waits = 1 - sum(yours.seconds_by_part[part] for part in WORKING) / yours.step_s
-    said = f"dp {layout.dp}, {layout.micro_batches} micro-batches: {said.removeprefix('yours: ')}"
+    said = f"{job}. dp {layout.dp}, {layout.micro_batches} micro-batches: {said.removeprefix('yours: ')}"
     return charts, f"{said} It waits {waits:.0%} of the step, and trains {yours.tokens_per_s:,.0f} tokens per second."
 
 
@@ -97,5 +97,6 @@ GAME = Panel(
     | controls(tp=(8, powers(1, 8)), pp=(1, powers(1, 16)), cp=(1, powers(1, 16)), ep=(1, powers(1, 64)))
     | controls(zero_stage=3, micro_batch=(1, powers(1, 8)), v=(1, named((1, 2))), recompute="none"),
     _draw_game,
-    slow={"Rank": _draw_rank},
+    {"today's job": ({"job": job_of_day(date.today())}, "")},
+    {"Rank": _draw_rank},
 )

@@ -218,7 +218,7 @@ def _draw_layout(**values) -> Shown:
     for words, kinds in (("In a node", ("node",) * (nodes > 1)), ("Over the network", ("network", "both"))):
         here = [axis for axis in axes if links[axis].kind in kinds]
         said += f" {words}: {', '.join(here)}." * bool(here)
-    engine = replace(ENGINES["megatron"], hides_ep=layout.schedule == "dualpipe_v")
+    engine = replace(ENGINES["megatron"], hides_ep=ENGINES["torchtitan"].hides_ep)
     title = f"{values['model']} on {layout.world_size:,} GPUs"
     (memory, time), predicted = compared(title, {"layout": run}, "layout", cluster_of(values), engine)
     by_axis = bars("Bytes that a rank of the first stage sends in a step, by axis", {"sent": sent_by_axis(run)})

@@ -53,5 +53,6 @@ from course_lib.timing.timelines import (
     ring_spans,
     tensor_parallel_layer_spans,
     waiting_s,
+    zero3_backward_spans,
     zero3_spans,
 )

@@ -128,7 +128,7 @@ def known(case: Case, *more) -> Known:
     run, layout = case.run, case.run.layout
     of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if layout.ep > 1 else 1)
     of_run = (run.config, run.seq_len, run.recipe)
-    rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1)
+    rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1, layout.schedule in case.engine.hides_ep)
     rest += (case.nodes, case.cluster, case.engine, case.rates)
     return Known((*of_layout, *of_run, *rest, *more), case)
 
@@ -166,7 +166,7 @@ def _cached_layer(known: Known, experts: bool) -> Times:
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
         again_s = ep_forward_s / 2
         ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
-    if engine.hides_ep:
+    if layout.schedule in engine.hides_ep:
         ep_forward_s, ep_backward_s = max(0.0, ep_forward_s - forward_s), max(0.0, ep_backward_s - input_s - weight_s)
     work = Times(
         forward_s=forward_s + tp_forward_s + cp_forward_s + ep_forward_s,

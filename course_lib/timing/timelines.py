@@ -98,6 +98,23 @@ def zero3_spans(
 
 
 @checked
+def zero3_backward_spans(units: Sequence[str], prefetch: bool = False) -> list[Span]:
+    """The order of a backward of ZeRO-3: each unit, from the last on, is gathered, computes, reduce-scatters, is freed.
+
+    Seconds stand for the order alone. Without prefetch a unit is gathered when the one behind it is freed, with it when
+    that one starts to compute.
+    """
+    lanes, allowed_s = _Lanes(), 0.0
+    for unit in reversed(units):
+        gathered = lanes.add("gather", unit, 1.0, allowed_s)
+        computed = lanes.add(COMPUTE, unit, 2.0, gathered.stop_s)
+        reduced = lanes.add("reduce-scatter", unit, 1.0, computed.stop_s)
+        freed = lanes.add("free", unit, 0.5, reduced.stop_s)
+        allowed_s = computed.start_s if prefetch else freed.stop_s
+    return lanes.spans
+
+
+@checked
 def tensor_parallel_layer_spans(
     run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: bool = True
 ) -> list[Span]:

@@ -10,12 +10,12 @@ pytestmark = [pytest.mark.long, pytest.mark.launches]
 
 REHEARSAL = """
 import sys
-sys.path.insert(0, {gpu_tests!r})
 from contextlib import suppress
 from course_lib.labs.gpu_day import add_row
 from course_lib.launch import launch
 
 def rehearse():
+    sys.path.insert(0, {gpu_tests!r})
     import test_models_gpu as day
     day.RUNS = {{name: ("toy", layout) for name, (_, layout) in day.RUNS.items()}}
     day.SEQ_LEN, day.ROUNDS = 64, 1

@@ -1,46 +1,48 @@
-"""The fullest rank's peak as a sum, against simulated ranks: random runs of four families.
+"""The fullest rank's peak as a sum, against simulated ranks: random runs of four families, their peaks stored.
 
-make test takes 8 runs of each family, make test-exhaustive 300. How far each is off:
-
-    COURSE_RUNS=40 pytest -rP -m exhaustive tests/memory/test_peak_simulated.py
+python benchmarks/simulated.py --count 300       # simulates those that are not stored yet
 """
 
-import os
+import sys
+from pathlib import Path
 
 import pytest
-from random_runs import FAMILIES, random_runs
 
-from course_lib.memory.budget import budgets
-from course_lib.simulate import simulate_rank
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import simulated
 
-FEW, ALL = 8, int(os.environ.get("COURSE_RUNS", "300"))
-USUAL, NINE_IN_TEN, MOST = 0.01, 0.04, 0.12
-GPU_BYTES = 80e9
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
+from course_lib.run import Run
 
-
-def peaks(run):
-    """(predicted, simulated) bytes of the rank that is predicted to be the fullest."""
-    predicted = [budget.peak_bytes for budget in budgets(run)]
-    rank = predicted.index(max(predicted))
-    simulated = simulate_rank(run, run.layout.mesh.rank(pp=rank, dp=0, cp=run.layout.cp - 1, tp=0))
-    return max(predicted), simulated.peak_bytes
+USUAL, NINE_IN_TEN, MOST, OTHER_VERDICT = 0.01, 0.05, 0.14, 0.01
+LIVE = {"llama": 31, "gpt": 37, "experts": 3, "latent": 5}  # of each a run that is simulated in a second or two
 
 
-def errors_of(runs):
-    found = []
-    for run in runs:
-        predicted, simulated = peaks(run)
-        found.append((abs(predicted / simulated - 1), (predicted > GPU_BYTES) != (simulated > GPU_BYTES)))
-        print(f"{predicted / simulated - 1:+.2%}  {run.config.name} {run.layout}, {run.seq_len} tokens, {run.recipe}")
-    return sorted(error for error, _ in found), sum(differs for _, differs in found)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "PREDICTOR.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_fullest_rank_of_a_random_run_holds_what_the_sum_says(family, count):
-    errors, verdicts = errors_of(random_runs(family, count))
+@pytest.mark.parametrize("family", simulated.FAMILIES)
+def test_the_fullest_rank_of_a_random_run_holds_what_the_sum_says(family):
+    errors, differ = simulated.figures(family)
     assert errors[len(errors) // 2] <= USUAL
     assert errors[int(0.9 * len(errors)) - 1] <= NINE_IN_TEN
     assert errors[-1] <= MOST
-    assert verdicts <= 0.01 * len(errors)
+    assert differ <= OTHER_VERDICT
+    assert simulated.line(family) in DOCUMENT.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", simulated.FAMILIES)
+def test_a_stored_peak_is_simulated_again_to_the_byte(family):
+    number = LIVE[family]
+    pp_rank, peak_bytes = simulated.stored_peaks(family)[number]
+    assert simulated.simulated_bytes(simulated.random_runs(family, number + 1)[number], pp_rank) == peak_bytes
+
+
+@pytest.mark.slow
+def test_zero_3_sums_both_gradients_of_a_tied_weight_in_a_third_tensor():
+    config = ModelConfig("gpt", 2, 1024, 16, 16, 4096, 128_256, 1024, tied=True, family="gpt")
+    run = Run(config, Layout(dp=2, zero_stage=3, micro_batches=2, recompute="full"), 256, "fp32")
+    assert simulated.fullest(run)[1] == pytest.approx(simulated.simulated_bytes(run, 0), rel=0.01)

@@ -7,6 +7,7 @@ from harness import sampled
 
 from course_lib.compare.record import on_ranks
 from course_lib.compare.trials import as_trainer
+from course_lib.launch import launch
 from course_lib.minimal.data import BucketedDP, DataParallel, OverlappedDP, when_all_arrived
 
 pytestmark = pytest.mark.launches
@@ -81,3 +82,38 @@ def test_the_action_runs_once_for_each_backward_after_the_last_gradient():
     for _ in range(2):
         layer(torch.ones(1, 2)).sum().backward()
     assert seen == [[True, True]] * 2
+
+
+class Clips(OverlappedDP):
+    max_norm = 0.5
+
+
+class ClipsItsOwnGradient(Clips):
+    """Before the average: a wrong order."""
+
+    def send(self, bucket):
+        self.clip()
+        super().send(bucket)
+
+    def finish(self):
+        self.wait()
+        self.step()
+
+
+def _step_taken(trainer: type) -> list[float]:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 1, bias=False).double()
+    before = layer.weight.detach().clone()
+    trained = trainer(layer, lambda params: torch.optim.SGD(params, lr=1.0), dist.group.WORLD)
+    trained.is_last = True
+    layer(torch.tensor([[4.0, 0.0, 0.0], [0.0, 3.0, 0.0]], dtype=torch.float64)[dist.get_rank()]).sum().backward()
+    trained.update()
+    return (before - layer.weight.detach())[0].tolist()
+
+
+def test_the_mean_gradient_is_clipped_after_the_wait_and_before_the_step():
+    """Mean gradient (2, 1.5, 0) of norm 2.5, by hand; clipped before the average it keeps another direction."""
+    assert launch(_step_taken, 2, OverlappedDP)[0] == pytest.approx([2.0, 1.5, 0.0])
+    for of_rank in launch(_step_taken, 2, Clips):
+        assert of_rank == pytest.approx([0.4, 0.3, 0.0], rel=1e-5)
+    assert launch(_step_taken, 2, ClipsItsOwnGradient)[0] == pytest.approx([0.25, 0.25, 0.0], rel=1e-5)

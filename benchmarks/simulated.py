@@ -1,15 +1,29 @@
-"""Runs drawn at random: models of four families as people train them, on layouts along every axis."""
+"""The memory of the package's sums beside simulated ranks: runs drawn at random, and the peaks that were simulated.
+
+    python benchmarks/simulated.py --count 300        # simulates those that simulated_peaks.csv has not, and adds them
+
+A run is a model of one of four families as people train them, on a layout along every axis. Of each the rank whose
+predicted peak is the highest is simulated: the engine's own code, tensor by tensor (course_lib/simulate).
+"""
 
 from __future__ import annotations
 
+import csv
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import tyro
 
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig
 from course_lib.layout import Layout
 from course_lib.layout.check import CHOICES
+from course_lib.memory.budget import budgets
 from course_lib.run import Run
 
+PEAKS = Path(__file__).with_name("simulated_peaks.csv")
+CARD_BYTES = 80e9
 FAMILIES = ("llama", "gpt", "experts", "latent")
 _SIZES = {
     "dp": (1, 2, 4, 8, 16, 64),
@@ -67,3 +81,60 @@ def _model(draw: random.Random, family: str) -> ModelConfig:
         )
     chosen = {"moe": moe} if family == "experts" else {"qk_norm": draw.random() < 0.3, "tied": draw.random() < 0.25}
     return ModelConfig(family, num_kv_heads=pairs, d_ff=inner, **chosen, **shape)
+
+
+def fullest(run: Run) -> tuple[int, int]:
+    """(rank of the pipeline, bytes) of the highest predicted peak."""
+    predicted = [budget.peak_bytes for budget in budgets(run)]
+    return predicted.index(max(predicted)), max(predicted)
+
+
+def simulated_bytes(run: Run, pp_rank: int) -> int:
+    """Simulate the peak of one rank of the pipeline."""
+    from course_lib.simulate import simulate_rank  # here: the stored peaks need no torch
+
+    return simulate_rank(run, run.layout.mesh.rank(pp=pp_rank, dp=0, cp=run.layout.cp - 1, tp=0)).peak_bytes
+
+
+def stored_peaks(family: str) -> dict[int, tuple[int, int]]:
+    """Read the simulated peaks of a family: number of the run -> (rank of the pipeline, bytes)."""
+    with PEAKS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["family"] == family]
+    return {int(row["number"]): (int(row["pp_rank"]), int(row["peak_bytes"])) for row in rows}
+
+
+def figures(family: str) -> tuple[list[float], float]:
+    """How far predicted peaks are off the stored ones, the nearest first; the share with another verdict on 80 GB."""
+    peaks = stored_peaks(family)
+    runs = random_runs(family, max(peaks) + 1)
+    pairs = [(fullest(runs[number])[1], simulated) for number, (_, simulated) in peaks.items()]
+    differ = sum((predicted > CARD_BYTES) != (simulated > CARD_BYTES) for predicted, simulated in pairs)
+    return sorted(abs(predicted / simulated - 1) for predicted, simulated in pairs), differ / len(pairs)
+
+
+def line(family: str) -> str:
+    """A line of the table of simulated runs."""
+    errors, differ = figures(family)
+    told = (errors[len(errors) // 2], errors[int(0.9 * len(errors)) - 1], errors[-1], differ)
+    return f"| {family} | {len(errors)} | {' | '.join(f'{100 * share:.2f} %' for share in told)} |"
+
+
+def main(count: int = 300, families: Sequence[str] = FAMILIES) -> None:
+    """Simulate the first runs of each family that are not stored yet, and store their peaks.
+
+    Args:
+        count: runs of each family
+        families: of these families
+    """
+    for family in families:
+        have = stored_peaks(family)
+        for number, run in enumerate(random_runs(family, count)):
+            if number not in have:
+                pp_rank, _ = fullest(run)
+                with PEAKS.open("a", newline="") as file:
+                    csv.writer(file).writerow([family, number, pp_rank, simulated_bytes(run, pp_rank)])
+        print(line(family), flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
