@@ -27,7 +27,7 @@ TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-browser": ("course_lib/widgets", "course_lib/panels", NOTEBOOKS, "tests/browser"),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
-    "test-kernels": ("course_lib/kernels", "tests/kernels"),
+    "test-kernels": ("course_lib/kernels", "tests/kernels", "notebooks/13a_inside_a_gpu.ipynb"),
     "test-deepspeed": ("course_lib/native", "tests/native"),
     "test-newest": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
     "test-colab": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
