@@ -70,7 +70,8 @@ CHAPTERS = (
     Chapter("12_on_a_cluster", 4, "ranks stay on the CPU, where their waits are measured"),
     Chapter("12_on_a_cluster_in_depth", 4, "broken runs stay on the CPU, where gloo's errors are shown"),
     Chapter("13a_inside_a_gpu", 1, _KERNELS),
-    Chapter("13_inside_a_gpu_in_depth", 1, _KERNELS),
+    Chapter("13b_eight_bits", 4, ON_CPU),
+    Chapter("13_inside_a_gpu_in_depth", 2, _KERNELS),
 )
 
 
