@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class FloatFormat:
     """A binary floating-point format.
 
-    `finite_only`: no infinities, so that the highest exponent holds numbers too (FP8 E4M3).
+    specials   which codes are no numbers: all of the highest exponent (infinities and NaNs), the highest code alone
+               (FP8 E4M3), or none (FP4)
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
-    finite_only: bool = False
+    specials: Literal["exponent", "code", "none"] = "exponent"
 
     @property
     def bits(self) -> int:
@@ -30,10 +32,11 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """The largest finite number. In a finite-only format the top pattern alone is not a number."""
-        if self.finite_only:
-            return 2.0 ** (2**self.exponent_bits - 1 - self.bias) * (2 - 2 * 2.0**-self.mantissa_bits)
-        return 2.0**self.bias * (2 - 2.0**-self.mantissa_bits)
+        """The largest finite number."""
+        if self.specials == "exponent":
+            return 2.0**self.bias * (2 - 2.0**-self.mantissa_bits)
+        last = 2 if self.specials == "code" else 1  # steps below the next power of two
+        return 2.0 ** (2**self.exponent_bits - 1 - self.bias) * (2 - last * 2.0**-self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
@@ -60,12 +63,15 @@ class FloatFormat:
         return math.copysign(math.inf, value) if abs(nearest) > self.largest else nearest
 
 
-# Source: IEEE 754-2019 (fp32, fp16); torch.finfo; OCP 8-bit floating point specification (OFP8)
+# Source: IEEE 754-2019 (fp32, fp16); torch.finfo; OCP 8-bit floating point specification (OFP8); fp4: OCP Microscaling
+# formats (MX) 1.0. The 255 numbers of int8 from -127 to 127 are equally far apart: one exponent bit, and a scale.
 FORMATS = {
     "fp32": FloatFormat("fp32", 8, 23),
     "tf32": FloatFormat("tf32", 8, 10),
     "bf16": FloatFormat("bf16", 8, 7),
     "fp16": FloatFormat("fp16", 5, 10),
     "fp8 e5m2": FloatFormat("fp8 e5m2", 5, 2),
-    "fp8 e4m3": FloatFormat("fp8 e4m3", 4, 3, finite_only=True),
+    "fp8 e4m3": FloatFormat("fp8 e4m3", 4, 3, "code"),
+    "fp4 e2m1": FloatFormat("fp4 e2m1", 2, 1, "none"),
+    "int8": FloatFormat("int8", 1, 6, "none"),
 }

@@ -28,6 +28,7 @@ CONCLUSIONS = [  # lesson, cell that asserts, what the prose after it says
     ("11_finding_a_configuration", "tp-networks", "*So tp goes inside a node, and pp or dp between nodes.*"),
     ("12_on_a_cluster", "two-hosts-estimate", "*So dp may cross, and tp may not.*"),
     ("13a_inside_a_gpu", "small-estimate", "*So give each pass 2,048 tokens or more.*"),
+    ("13b_eight_bits", "worth-estimate", "*So use FP8 products where wide products fill the step"),
 ]
 
 

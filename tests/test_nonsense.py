@@ -27,7 +27,7 @@ from course_lib.cluster import Site
 from course_lib.compare.profile import KindComparison
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
-from course_lib.labs import Machine, lab_named
+from course_lib.labs import Nodes, lab_named
 from course_lib.layout import Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.trace import RankTrace
@@ -78,7 +78,7 @@ def routed():
 RANK_TRACE = RankTrace(0, (Span(0, "compute", "gemm", 0.0, 1.0), Span(0, "tp", "all_reduce", 1.0, 2.0)), 3.0, "cpu")
 LAB_RUN = {
     "lab": lab_named("05"),
-    "machine": Machine(),
+    "machine": Nodes(),
     "layout": Layout.parse("dp=2,tp=4"),
     "measured": {
         "lab": "05",
@@ -335,7 +335,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_ring_all_reduce": {"values": RANKS},
         "show_collectives": {"of_ranks": [{"all-reduce": ([1], [2])}]},
     },
-    "plots.concepts": {"show_concept": {"name": "merge"}},
+    "plots.concepts": {"show_concept": {"name": "merge"}, "show_charts": "takes charts one by one"},
     "plots.comparison": {"show_comparison": {"rows": [KindComparison("parameters", 10, 9)]}},
     "plots.context": {
         "show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}},
@@ -361,24 +361,24 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_rows_per_expert": {"points": {"one": 8.0}},
     },
     "plots.choosing": {"show_checkpoint_interval": {}},
-    "plots.pipeline_concepts": {"show_stages_of_model": {"layers_of_stage": [2, 2]}},
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
     },
     "plots.holdings": {"show_holdings": {}},
-    "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
+    "plots.ladder": {"show_ladder": {"steps_bytes": {"naive": 1.0, "better": 2.0}}},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
     "plots.pipeline": {
         "show_schedule": {},
-        "show_warm_up": {},
         "show_schedules": {"simulations": [simulate(SCHEDULE)]},
+        "show_stages_of_model": {"layers_of_stage": [2, 2]},
+        "show_warm_up": {},
+        "show_live": {},
     },
     "plots.precision": {"show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"}},
     "plots.tiles": {
         "show_squares": {"kinds": {"parameters": 4}, "caption": "1 byte"},
     },
-    "plots.stages": {"show_live": {}},
     "plots.timeline": {
         "show_overlap": {"spans": [Span(0, "compute", "forward", 0.0, 1.0)]},
         "show_step_times": {"seconds": {"dp": (1.0, 2.0)}},

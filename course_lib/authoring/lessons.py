@@ -15,7 +15,7 @@ _KOREAN = re.compile("[가-힣]")
 SECTIONS = ("Formula == Run", "In production", "Break it", "True or false?", "Names", "Recap")
 
 
-def words_of(nb) -> int:
+def count_words(nb) -> int:
     """Count the words of a notebook's prose, without the generated links and what has no letter (rules of tables)."""
     prose = [cell.source for cell in nb.cells if cell.cell_type == "markdown" and cell["id"] not in NAVIGATION]
     return sum(any(sign.isalpha() for sign in word) for text in prose for word in text.split())
@@ -52,7 +52,7 @@ def lesson_problems(nb) -> list[str]:
     headings = [line for cell in nb.cells for line in cell.source.split("\n") if cell.cell_type == "markdown"]
     headings = [line for line in headings if line.startswith("#")]
     limits = [
-        ("words", words_of(nb), MOST_WORDS),
+        ("words", count_words(nb), MOST_WORDS),
         ("lines of code", sum(lines.values()), MOST_CODE_LINES),
         ("names imported in the setup cell", imports, MOST_IMPORTS),
         ("predictions", predictions, MOST_PREDICTIONS),

@@ -116,7 +116,7 @@ def _grade(ex: Exercise, answer, seed: int) -> None:
 
 def _compare(ex: Exercise, answer, cases: list[tuple], key: tuple) -> None:
     want, got = _beside_the_reference(ex, answer, cases)
-    if told := judge(ex, cases, want, got, lambda: _of_wrong(ex, cases, key)):
+    if told := message_for(ex, cases, want, got, lambda: _of_wrong(ex, cases, key)):
         raise CheckFailed(told)
 
 
@@ -198,7 +198,9 @@ def _on_this_rank(watch: Callable, answers: list, cases: list[tuple]) -> list[li
 # What an answer is told -----------------------------------------------------------------------------------------------
 
 
-def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Callable[[], list[Seen]]) -> str | None:
+def message_for(
+    ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Callable[[], list[Seen]]
+) -> str | None:
     """Return what the answer is told, or None if it is right.
 
     Told is the first wrong answer that did the same everywhere, or else the first that did the same in what is off

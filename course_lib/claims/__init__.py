@@ -11,5 +11,5 @@ page.py        docs/CLAIMS.md, a chapter's statements for a quiz, lines for a te
 """
 
 from course_lib.claims.page import Quiz, chapter_quiz, claims_page
-from course_lib.claims.recompute import Recomputed, meets, recompute, texts_of, verdict_problem
+from course_lib.claims.recompute import Recomputed, meets, recompute, texts_of
 from course_lib.claims.record import TOPICS, VERDICTS, Claim, claims, claims_named, ledger

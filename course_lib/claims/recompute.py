@@ -86,22 +86,6 @@ def _all_met(claim: Claim, values: dict) -> bool:
     return all(meets(stated, values[name], claim.tolerance) for name, stated in claim.stated.items())
 
 
-def verdict_problem(claim: Claim) -> str:
-    """Say in a sentence why a claim's verdict is not what its computation gives; nothing if it is."""
-    found = recompute(claim)
-    if found is None:
-        return ""
-    should_hold = {"right": (True, True), "wrong": (False, True)}.get(claim.verdict, (True, False))
-    for holds, should, arguments, values in (
-        (found.holds, should_hold[0], claim.arguments, found.values),
-        (found.other_holds, should_hold[1], claim.otherwise, found.other),
-    ):
-        if holds is not None and holds is not should:
-            said = "is" if holds else "is not"
-            return f"{claim.id} is {claim.verdict}, but with {arguments} {claim.stated} {said} met by {values}"
-    return ""
-
-
 def texts_of(claim: Claim) -> tuple[str, str]:
     """(what comes out, what to say), with the numbers as they are computed now."""
     found = recompute(claim)

@@ -70,7 +70,8 @@ CHAPTERS = (
     Chapter("12_on_a_cluster", 4, "ranks stay on the CPU, where their waits are measured"),
     Chapter("12_on_a_cluster_in_depth", 4, "broken runs stay on the CPU, where gloo's errors are shown"),
     Chapter("13a_inside_a_gpu", 1, _KERNELS),
-    Chapter("13_inside_a_gpu_in_depth", 1, _KERNELS),
+    Chapter("13b_eight_bits", 4, ON_CPU),
+    Chapter("13_inside_a_gpu_in_depth", 2, _KERNELS),
 )
 
 
@@ -144,7 +145,7 @@ def _try_launch() -> tuple[float | None, str | None, str]:
     return results.seconds, results.backend, wrong
 
 
-def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
+def can_run(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
     """Whether a chapter runs on a machine, and how or why not."""
     if machine.launch_error:
         return False, "ranks do not start here (see above)"
@@ -169,13 +170,13 @@ def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
 def doctor(as_json: bool) -> int:
     """Print what this machine can run; 0 if every chapter runs here, otherwise 1."""
     machine = look_at_machine()
-    verdicts = [(chapter.stem, *verdict(chapter, machine)) for chapter in CHAPTERS]
-    healthy = all(runs for _, runs, _ in verdicts)
+    found = [(chapter.stem, *can_run(chapter, machine)) for chapter in CHAPTERS]
+    healthy = all(runs for _, runs, _ in found)
     if as_json:
-        chapters = [{"chapter": stem, "runs": runs, "how": how} for stem, runs, how in verdicts]
+        chapters = [{"chapter": stem, "runs": runs, "how": how} for stem, runs, how in found]
         print(json.dumps({**asdict(machine), "chapters": chapters, "healthy": healthy}, indent=2))
     else:
-        print("\n".join([*_machine_lines(machine), "", *_chapter_lines(verdicts)]))
+        print("\n".join([*_machine_lines(machine), "", *_chapter_lines(found)]))
     return 0 if healthy else 1
 
 
@@ -196,6 +197,6 @@ def _machine_lines(machine: Machine) -> list[str]:
     return [*lines, f"launch    2 ranks over {machine.launch_backend} in {machine.launch_s:.1f} s: right"]
 
 
-def _chapter_lines(verdicts: list[tuple[str, bool, str]]) -> list[str]:
-    width = max(len(stem) for stem, _, _ in verdicts)
-    return [f"{stem:<{width}} {'runs' if runs else 'NO'}  {how}" for stem, runs, how in verdicts]
+def _chapter_lines(found: list[tuple[str, bool, str]]) -> list[str]:
+    width = max(len(stem) for stem, _, _ in found)
+    return [f"{stem:<{width}} {'runs' if runs else 'NO'}  {how}" for stem, runs, how in found]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.labs.sheet import Machine, compare, form, sheet
+from course_lib.labs.sheet import Nodes, compare, form, sheet
 from course_lib.labs.table import LABS, lab_named
 from course_lib.validate import read_json, writable
 
 
 def lab(
     chapter: Positional[str],
-    machine: OmitArgPrefixes[Machine] = Machine(),
+    machine: OmitArgPrefixes[Nodes] = Nodes(),
     measured: Path | None = None,
     folder: Path | None = None,
     json: bool = False,

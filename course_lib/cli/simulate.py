@@ -116,10 +116,10 @@ def lines(found: dict) -> list[str]:
         row.append(f"{rank['flops'] / 1e12:,.1f}")
     text += aligned(["stage", *axes, "TFLOPs"], sent)
 
-    return text + ["", verdict(found), *notes(found)]
+    return text + ["", what_fits(found), *notes(found)]
 
 
-def verdict(found: dict) -> str:
+def what_fits(found: dict) -> str:
     largest = max(found["ranks"], key=lambda rank: rank["peak_bytes"])
     peak, usable = largest["peak_bytes"] / GB, found["gpu"]["usable_bytes"] / GB
     where = f"stage {name_of(largest)} needs {peak:.1f} GB of {usable:.1f}"

@@ -3,7 +3,7 @@
 site.py          site.toml, and the batch scripts and allocations that come from it
 measure.py       what one rank measures: its computing, collectives along each axis, links, clocks, a shared folder
 gpus.py          what NVML tells of this rank's GPU: errors, clocks, what slows it, temperature
-judge.py         from all ranks' measurements to a table, the faults by name and one verdict
+judge.py         from all ranks' measurements to a table, the faults by name and one finding
 options.py       the command line of the check
 __main__.py      python -m course_lib.cluster: the check under torchrun, srun or alone
 

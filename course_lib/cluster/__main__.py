@@ -36,7 +36,7 @@ def _run_check(options: Check) -> int:
     limits = Limits(slower_than=options.slower_than or (1.3 if on_gpu else 3.0))  # CPU ranks share cores
     report = check_cluster(probe, limits, _cluster_here(between, place.local_world_size))
     if dist.get_rank() == 0:
-        print(json.dumps(report.to_dict(), indent=2) if options.json else f"{report.table()}\n{report.verdict}")
+        print(json.dumps(report.to_dict(), indent=2) if options.json else f"{report.table()}\n{report.finding}")
     dist.barrier()
     return 1 if report.faults else 0
 

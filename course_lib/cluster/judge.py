@@ -1,4 +1,4 @@
-"""From what all ranks have measured to a table, the faults by name, and one verdict. Nothing here measures anything.
+"""From what all ranks have measured to a table, the faults by name, and one finding. Nothing here measures anything.
 
 Three rules. What must be equal is compared with what most ranks have. What ranks, pairs and groups of a kind do is
 compared with the median of the others, since no number is right for every machine. Where the links are known, a
@@ -64,15 +64,15 @@ class Report:
         return tuple(row.fault for row in self.rows if row.fault)
 
     @property
-    def verdict(self) -> str:
+    def finding(self) -> str:
         """One line: nothing, or how many faults and the first, which is nearest to a cause."""
         if not self.faults:
-            return "verdict: nothing wrong was found"
+            return "found: nothing wrong"
         count = f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''}"
-        return f"verdict: {count}, first: {self.faults[0]}"
+        return f"found: {count}, first: {self.faults[0]}"
 
     def table(self) -> str:
-        """Lines of at most 100 columns, without the verdict; a fault stands below its row."""
+        """Lines of at most 100 columns, without the finding; a fault stands below its row."""
         lines = [self.title]
         for kind in dict.fromkeys(row.kind for row in self.rows):
             rows = sorted((row for row in self.rows if row.kind == kind), key=lambda row: (not row.fault, -row.badness))

@@ -10,7 +10,7 @@ from course_lib.validate import Positive, Size, check_fields
 class Check:
     """Look at every rank, link and node before a long job; start it as the job, with torchrun or srun.
 
-    Exit code 1 if something is wrong, and the verdict says what.
+    Exit code 1 if something is wrong, and the finding says what.
     """
 
     # No option may begin one of torchrun's: it would take it, behind the module's name, for its own.

@@ -6,6 +6,5 @@ one_gpu.py          a pass, a short training and a peak on one device
 profile.py          memory of a step on one device
 five_d_profile.py   any layout on real ranks: bytes held and sent
 step_traces.py      one step of every rank as Chrome traces
-techniques.py       what each technique splits, holds and sends: the table of the index
 bench.py            seconds of a step, from scratch and as PyTorch ships it
 """

@@ -159,19 +159,20 @@ def train_tiny(
     learning_rate: Positive = 1e-5,
     change: Callable = no_change,
     config: ModelConfig = TINY,
+    batch_of: Callable = lambda step: zipf_batch(),
 ) -> TinyTraining:
-    """Train a small Llama with AdamW without weight decay, on one batch of tokens again and again.
+    """Train a small Llama with AdamW without weight decay.
 
-    change   alters the model before the first step: it freezes parameters, or replaces layers
+    change    alters the model before the first step: it freezes parameters, or replaces layers
+    batch_of  token ids and targets of a step; one batch of tokens again and again if nothing else is said
     """
     model = OnePass(change, config=config, dtype=dtype, attention="fused").model()
-    x_BS, y_BS = zipf_batch()
     made = trainer(model, partial(torch.optim.AdamW, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
     start = [param.detach().clone() for param in model.parameters()]
     losses, scales = [], []
-    for _ in range(steps):
+    for step in range(steps):
         scales.append(getattr(made, "scale", 1.0))
-        loss = loss_of(model, x_BS, y_BS)
+        loss = loss_of(model, *batch_of(step))
         made.backward(loss)
         held = _held_bytes(made, model)
         made.update()

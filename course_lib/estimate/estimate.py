@@ -208,10 +208,13 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for an engine that is not known, or that has not what the layout asks for
+    Raises   ValueError for an engine that is not known, or that has not what the layout asks for, and for FP8 on a GPU
+             without units for it
     """
     engine = engine_of(engine)
     _check_engine(run, engine)
+    if run.fp8:
+        peak_flops(cluster.gpu, "fp8")
     return _estimate(run, cluster, engine, rates)
 
 

@@ -10,5 +10,5 @@ __main__.py      python -m course_lib.labs 05: a lab under torchrun, srun, accel
 What is imported here needs no torch.
 """
 
-from course_lib.labs.sheet import Machine, form, sheet
+from course_lib.labs.sheet import Nodes, form, sheet
 from course_lib.labs.table import LABS, Lab, lab_named

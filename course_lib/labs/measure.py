@@ -12,7 +12,7 @@ from course_lib import comm
 from course_lib.cluster.measure import device_name, timed
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
-from course_lib.labs.sheet import Machine, form
+from course_lib.labs.sheet import Nodes, form
 from course_lib.labs.table import SUMMED_BYTES, SUMMED_BYTES_ON_CPU, lab_named
 from course_lib.launch import launch
 from course_lib.layout import Layout
@@ -61,7 +61,7 @@ def on_gpus(chapter: str) -> str:
         found = f"Here {gpus or 'no'} GPU{'s' * (gpus != 1)}; with {min(lab.ranks)} or more this cell measures lab "
         return textwrap.fill(f"{found}{lab.chapter}: {lab.title}.", 88)
     measured = launch(run_lab, ranks, lab.chapter, backend="nccl", timeout=60.0 * lab.minutes, quiet=True)[0]
-    return form(lab, measured, Machine(nodes=1, gpus_per_node=ranks))
+    return form(lab, measured, Nodes(nodes=1, gpus_per_node=ranks))
 
 
 def measure_layout(config: ModelConfig, layout: Layout, seq_len: int, rounds: int) -> dict:

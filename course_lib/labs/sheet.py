@@ -29,7 +29,7 @@ SHOWN = (  # in a form: what, its name, the size of its unit, the unit
 
 
 @dataclass(frozen=True)
-class Machine:
+class Nodes:
     """Where a lab runs."""
 
     nodes: Size = 2
@@ -45,7 +45,7 @@ class Machine:
     def num_ranks(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    def one_gpu(self) -> "Machine":
+    def one_gpu(self) -> "Nodes":
         """Return a single GPU of it."""
         return replace(self, nodes=1, gpus_per_node=1)
 
@@ -70,7 +70,7 @@ def modelled_sent(lab: Lab, layout: Layout, on_gpu: bool = True) -> float:
 
 
 @checked
-def modelled_sums(machine: Machine, payload_bytes: Bytes = SUMMED_BYTES, device: str | None = None) -> dict[str, dict]:
+def modelled_sums(machine: Nodes, payload_bytes: Bytes = SUMMED_BYTES, device: str | None = None) -> dict[str, dict]:
     """Return for each way to sum a tensor the range of its seconds, and the bytes that rank 0 sends.
 
     The range begins at what is modelled, and ends where only the least published share of its bandwidth is reached.
@@ -101,13 +101,13 @@ def published_shares() -> tuple[float, float]:
     shares = []
     for name, published in PUBLISHED_BUS_BANDWIDTH.items():
         for nodes in PUBLISHED_NODES:
-            machine = Machine(nodes, MEASURED_PER_NODE)
+            machine = Nodes(nodes, MEASURED_PER_NODE)
             seconds = collective_s(name, PUBLISHED_BYTES, machine.num_ranks, machine.cluster())
             shares.append(published[nodes] / bus_bandwidth(name, PUBLISHED_BYTES, seconds, machine.num_ranks))
     return min(shares), max(shares)
 
 
-def launch_lines(lab: Lab, machine: Machine) -> dict[str, str]:
+def launch_lines(lab: Lab, machine: Nodes) -> dict[str, str]:
     """Four ways to start the same lab on the same ranks."""
     nodes, per_node, ranks = machine.nodes, machine.gpus_per_node, machine.num_ranks
     program = f"-m course_lib.labs {lab.chapter} --out lab{lab.chapter}.json"
@@ -125,7 +125,7 @@ def launch_lines(lab: Lab, machine: Machine) -> dict[str, str]:
 
 
 @checked
-def sheet(lab: Lab, machine: Machine = Machine()) -> str:
+def sheet(lab: Lab, machine: Nodes = Nodes()) -> str:
     """Return the sheet of a lab as Markdown."""
     machine = machine.one_gpu() if lab.ranks == ONE_GPU else machine
     lab.check_ranks(machine.num_ranks)
@@ -186,7 +186,7 @@ def _what_is_run(lab: Lab) -> str:
     return f"The model has {name}, sequences have {SEQ_LEN:,} tokens."
 
 
-def _sums_table(machine: Machine) -> str:
+def _sums_table(machine: Nodes) -> str:
     rows = []
     for name, told in modelled_sums(machine).items():
         fast, slow = (seconds * 1e3 for seconds in told["step_s"])
@@ -199,7 +199,7 @@ as the slowest published one.
 {chr(10).join(rows)}"""
 
 
-def _layouts_table(lab: Lab, machine: Machine) -> str:
+def _layouts_table(lab: Lab, machine: Nodes) -> str:
     layouts, cluster, rows = lab.layouts_on(machine.num_ranks), machine.cluster(), []
     for layout in layouts:
         one = modelled(lab, layout, cluster)
@@ -221,7 +221,7 @@ No speed is told of a layout that needs more than the {cluster.gpu.usable_bytes 
 
 
 @checked
-def compare(lab: Lab, measured: Mapping, machine: Machine = Machine()) -> list[dict]:
+def compare(lab: Lab, measured: Mapping, machine: Nodes = Nodes()) -> list[dict]:
     """Return a row for each run: what was measured, what was modelled, and whether it lies where nine in ten do.
 
     Of CPU ranks only the bytes sent are modelled.
@@ -265,7 +265,7 @@ def _check_measured(lab: Lab, measured: Mapping) -> None:
         raise ValueError("the file has no run; write one with: python -m course_lib.labs")
 
 
-def _told(lab: Lab, run: str, machine: Machine, device: str) -> dict[str, object]:
+def _told(lab: Lab, run: str, machine: Nodes, device: str) -> dict[str, object]:
     """What is modelled of a run: the bytes sent, and on a GPU the ranges of the rest."""
     on_gpu = device != "cpu"
     if not lab.layouts:
@@ -280,7 +280,7 @@ def _told(lab: Lab, run: str, machine: Machine, device: str) -> dict[str, object
 
 
 @checked
-def form(lab: Lab, measured: Mapping, machine: Machine = Machine()) -> str:
+def form(lab: Lab, measured: Mapping, machine: Nodes = Nodes()) -> str:
     """Return the form of a lab: measured values beside modelled ones, in lines to print."""
     rows = compare(lab, measured, machine)
     lines = [

@@ -9,9 +9,10 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
@@ -40,8 +41,7 @@ def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
 # ---- tensors
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(NamedTuple):
     """One parameter tensor of a rank."""
 
     name: str
@@ -151,8 +151,7 @@ def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
 # ---- flats
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks.
 
     unit            of its first tensor; with ZeRO-3 of all

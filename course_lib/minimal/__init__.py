@@ -11,6 +11,7 @@ one_f_one_b.py a pipeline: lists of instructions, and a rank that executes its l
 precision.py   FP32 master weights, loss scaling, stochastic rounding
 lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
+eight_bits.py  FP8 and FP4: formats, scales, a linear layer's products, saved inputs, ZeRO-3's gathers
 recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores, of norms and SwiGLU
 flash.py       FlashAttention over blocks, forward and backward
 ring_attention.py  context parallelism: ring attention forward and backward, tokens cut in two ways

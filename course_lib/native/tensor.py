@@ -57,16 +57,13 @@ class TensorParallel(DTensorEngine):
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Forward and backward of all micro-batches; the gradient of the logits is in pieces as well."""
         with loss_parallel():
-            return one_after_another(self, micro_batches)
+            return one_after_another(self, micro_batches).full_tensor()
 
     def finish(self) -> None:
         """Makes Partial gradients whole: those of what is Replicate and saw only this rank's heads or positions."""
         for _, param in trainable(self.module):
             if isinstance(param, DTensor) and param.grad is not None and param.grad.placements != param.placements:
                 param.grad = param.grad.redistribute(placements=param.placements)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return share.full_tensor()
 
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> TensorParallel:

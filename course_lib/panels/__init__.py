@@ -5,7 +5,7 @@ A picture is an SVG with what it shows in words. Nothing here shows anything: wi
 record.py       Control, Panel, Answer
 svg.py          rows of boxes over an axis, as bars, columns or lanes: records, and one SVG of several
 controls.py     the controls of all panels, and the runs that their values mean
-one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
+one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES
 kernel.py       TILES: a product by tiles on three GPUs
 collectives.py  COLLECTIVE: latency against moving bytes; OVERLAP: buckets beside backward
 ring.py         RING: an all-reduce around a ring, step by step

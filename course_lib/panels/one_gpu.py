@@ -1,4 +1,4 @@
-"""One GPU: what it holds (lesson 1), number formats (2a), blocks computed again (2b), optimizers (2c)."""
+"""One GPU: what it holds (lesson 1), number formats (2a), blocks computed again (2b), optimizers (2c), scales (13b)."""
 
 from __future__ import annotations
 
@@ -174,4 +174,38 @@ PRECISION = Panel(
         "update": Control("update", _magnitudes(-12, 5), 1e-3, "slider"),
     },
     _draw_precision,
+)
+
+# ------------------------------------------------------------------------------------ eight bits
+SCALED = ("int8", "fp8 e4m3", "fp8 e5m2", "fp4 e2m1")
+
+
+def beside(name: str, number: float, outlier: float) -> float:
+    """Return what a number becomes in a block whose largest is the outlier, by one scale for both."""
+    scale = max(number, outlier) / FORMATS[name].largest
+    return FORMATS[name].stored(number / scale) * scale
+
+
+def _draw_scaled(number: float, outlier: float) -> Shown:
+    """The numbers that each format can store of a block with an outlier, and what becomes of an ordinary one."""
+    rows, notes, largest = {}, {}, max(number, outlier)
+    for name in SCALED:
+        fmt, got = FORMATS[name], beside(name, number, outlier)
+        low, high = (math.log10(size / fmt.largest * largest) for size in (fmt.smallest, fmt.largest))
+        rows[name] = [Box(low, high, "range")]
+        notes[name] = f"off by {abs(got / number - 1):.1%}" if got else "becomes 0"
+    marks = {f"number {number:g}": math.log10(number), f"outlier {outlier:g}": math.log10(outlier)}
+    became = ", ".join(f"{name} {note}" for name, note in notes.items())
+    said = f"{number:g} beside {outlier:g}: {became}."
+    title = "What one scale can store, by the power of ten"
+    return [Chart(title, rows, 7, -12, "exponent", marks, notes, ground=True)], said
+
+
+SCALES = Panel(
+    "One scale for an ordinary number and an outlier",
+    {
+        "number": Control("number", _magnitudes(-6, 1), 1.0, "slider"),
+        "outlier": Control("outlier", _magnitudes(0, 6), 1000.0, "slider"),
+    },
+    _draw_scaled,
 )

@@ -10,8 +10,9 @@ from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Box, Chart, bars, columns
 from course_lib.schedules import SCHEDULES, chart_problems, from_lists, make, problems, simulate, stages_per_rank
 from course_lib.schedules.check import chart_times
-from course_lib.schedules.instructions import Instruction, is_idle, loop_placement, words_of
+from course_lib.schedules.instructions import Instruction, Schedule, is_idle, loop_placement, read_instruction, words_of
 from course_lib.schedules.simulator import Costs, Simulation, text_chart
+from course_lib.span import Span
 
 _MOST_BOXES = 700  # more cannot be told apart in one chart
 NAMES = {
@@ -27,15 +28,16 @@ NAMES = {
 PARTS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradients"}
 
 
-def _chart(title: str, simulation: Simulation, stop_s: float) -> Chart:
-    """A lane for each rank, with what could run of its work; a rank's later stages are lighter."""
+def schedule_chart(title: str, schedule: Schedule, spans: Sequence[Sequence[Span]], stop_s: float) -> Chart:
+    """A lane for each rank, with what ran of its work, simulated or measured; a rank's later stages are lighter."""
     rows = {}
-    for rank, (row, times) in enumerate(zip(simulation.schedule.instructions, simulation.times, strict=True)):
-        stages = simulation.schedule.stages_of_rank(rank)
+    for rank, row in enumerate(spans):
+        stages = schedule.stages_of_rank(rank)
         shades = {stage: 0.55 * place / max(1, len(stages) - 1) for place, stage in enumerate(stages)}
+        instructions = [(read_instruction(span.name, rank, f"rank {rank}"), span) for span in row]
         rows[f"rank {rank}"] = [
-            Box(*time, PARTS[one.op], str(one.micro_batch), shades[one.stage])
-            for one, time in zip(row, times, strict=False)
+            Box(span.start_s, span.stop_s, PARTS[one.op], str(one.micro_batch), shades[one.stage])
+            for one, span in instructions
         ]
     return Chart(title, rows, stop_s, unit="count", ground=True)
 
@@ -72,7 +74,7 @@ def _draw_pipeline(schedule, pp, micro_batches, v, forward, input_gradient, weig
     }
     title = f"{NAMES.get(schedule, schedule)}: a bubble of {clocked.bubble_of_ideal:.1%} of the ideal time"
     return [
-        _chart(title, clocked, clocked.makespan_s),
+        schedule_chart(title, clocked.schedule, clocked.rows, clocked.makespan_s),
         columns("Most micro-batches kept at once, by rank", most, "count", upright=90),
     ], said
 
@@ -138,7 +140,7 @@ def left_of(row: Sequence[Instruction], micro_batches: int) -> list[str]:
     return left
 
 
-def judge_chart(chart: str, message: int) -> Shown:
+def shown_chart(chart: str, message: int) -> Shown:
     """Return the chart, and its slots beside 1F1B and ZB-H1; mistakes, what is missing, or how good it is.
 
     Told at once are mistakes that nothing placed later can mend; what is merely not placed yet is none.
@@ -159,7 +161,8 @@ def judge_chart(chart: str, message: int) -> Shown:
         said = f"Good so far. Still to place: {lacks}. {_RULES}"
     else:
         said = _score(yours, known)
-    lanes = _chart("Your schedule", yours, max(one.makespan_s for one in (yours, *known.values())))
+    longest_s = max(one.makespan_s for one in (yours, *known.values()))
+    lanes = schedule_chart("Your schedule", schedule, yours.rows, longest_s)
     found = {"yours": yours} | known
     slots = {
         label: {"computing": sum(one.busy_s) / RANKS, "bubble": sum(one.idle_s) / RANKS} for label, one in found.items()
@@ -202,7 +205,7 @@ PUZZLE = Panel(
         "chart": Control("place", tuple((PARTS[op], op) for op in LENGTHS), _BEGUN, "grid", cells_of, press),
         "message": Control("a message takes", (("no slot", 0), ("1 slot", 1)), 1),
     },
-    judge_chart,
+    shown_chart,
     {
         label: ({"chart": "\n".join(map(" ".join, cells_of(text_chart(one))))}, "")
         for label, one in known_schedules(1).items()

@@ -27,11 +27,11 @@ _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now, read again",
     OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all",
     OKABE_ITO["yellow"]: "launches",
-    OKABE_ITO["blue"]: "data, moving bytes, computed, predicted",
+    OKABE_ITO["blue"]: "data, moving bytes, computed, predicted, layer",
     OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured, wrong",
     OKABE_ITO["purple"]: "transfer",
     KIND_COLORS["overhead"]: "no tensor",
-    "#999999": "allocator's reserve, bubble, world, other ranks",
+    "#999999": "allocator's reserve, bubble, world, other ranks, experts not chosen, embed, head",
     mix(KIND_COLORS["activations"], "#FFFFFF", 0.6): "waiting for weight gradients",
 }
 COLORS = KIND_COLORS | AXIS_COLORS | {part: color for color, parts in _PARTS.items() for part in parts.split(", ")}
@@ -71,6 +71,15 @@ class Box:
     shade: float = 0.0
 
 
+class Arrow(NamedTuple):
+    """From a place of one row to a place of another."""
+
+    row: str
+    start: float
+    to_row: str
+    stop: float
+
+
 class _Frame(NamedTuple):
     """Where a chart lies: its axis from `first` to `last`, its rows from `near` to `far`, one each `pitch`."""
 
@@ -99,6 +108,7 @@ class Chart:
     chosen: str = ""
     ground: bool = False
     upright: int = 0
+    arrows: Sequence[Arrow] = ()
 
     def draw(self, top: float) -> tuple[list[str], float]:
         """Return the elements of the picture below `top`, and where it ends."""
@@ -112,7 +122,8 @@ class Chart:
             bottom, unit = frame.far + 18, ""
         legend, bottom = _legend([one.part for boxes in self.rows.values() for one in boxes], bottom)
         title = _text(8, top + 13, self.title + f" ({unit})" * bool(unit), size=13, bold=True)
-        return [title, *self._ticks(frame), *self._boxes(frame), *self._marks(frame), *legend], bottom
+        drawn = [*self._ticks(frame), *self._boxes(frame), *self._marks(frame), *self._arrows(frame)]
+        return [title, *drawn, *legend], bottom
 
     def _at(self, frame: _Frame, value: float) -> float:
         return frame.first + (frame.last - frame.first) * (value - self.start) / (self.stop - self.start)
@@ -157,6 +168,15 @@ class Chart:
             elif place % every == 0:
                 yield _text(near + frame.pitch / 2, frame.first + 14, label, "middle", size=11, bold=bold)
 
+    def _arrows(self, frame: _Frame) -> Iterator[str]:
+        """Lines from the middle of a row to the edge of another, with a head."""
+        middles = {label: frame.near + frame.pitch * (place + 0.5) for place, label in enumerate(self.rows)}
+        for one in self.arrows:
+            y1, y2 = middles[one.row], middles[one.to_row]
+            edge = math.copysign(frame.pitch / 10, y2 - y1)
+            ends = self._at(frame, one.start), y1 + edge, self._at(frame, one.stop), y2 - edge
+            yield _line(*ends, "rule").replace("/>", f' marker-end="url(#{NAME}-head)"/>')
+
     def _marks(self, frame: _Frame) -> Iterator[str]:
         """Lines with their names; above rows one below the other, from the right, so that no line crosses a name."""
         names = sorted(self.marks.items(), key=lambda mark: -mark[1])
@@ -193,6 +213,12 @@ def _from_zero(title: str, rows: Amounts, unit: Unit, fields: dict) -> Chart:
     return Chart(title, found, stop, unit=unit, **fields)
 
 
+_HEAD = (  # of an arrow
+    f'<marker id="{NAME}-head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path d="M0 0L6 3L0 6z" class="ink"/></marker>'
+)
+
+
 def drawing(title: str, said: str, charts: Iterable[Chart]) -> str:
     """Return charts one below the other as one SVG, with its title and what it shows in words."""
     found, top = [], 6.0
@@ -210,7 +236,8 @@ def drawing(title: str, said: str, charts: Iterable[Chart]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {high}" role="img" '
         f'width="100%" style="max-width:900px" font-family="system-ui, sans-serif" font-size="12">'
         f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{_CSS}</style>"
-        f'<defs>{patterns}</defs><rect class="ground" width="{WIDTH}" height="{high}" fill="#fff"/>{body}</svg>'
+        f"<defs>{patterns}{_HEAD * bool('-head)' in body)}</defs>"
+        f'<rect class="ground" width="{WIDTH}" height="{high}" fill="#fff"/>{body}</svg>'
     )
 
 

@@ -62,6 +62,7 @@ class Engine(Protocol):
 
     module        the model; an engine that has none replaces what uses it
     loss_group    over which shares of the loss are added, or with loss_op "mean" averaged; None: a rank's is the whole
+    loss_copies   ranks of it that have the same share
     norm_groups   over which squares of gradients are added, one group after the other
     is_sharded    whether the optimizer updates shards of flat buffers
     trace         where spans are recorded, if anywhere
@@ -70,6 +71,7 @@ class Engine(Protocol):
     module: nn.Module
     loss_group: dist.ProcessGroup | None = None
     loss_op: str = "sum"
+    loss_copies: int = 1
     norm_groups: tuple[dist.ProcessGroup, ...] = ()
     is_sharded: bool = False
     trace: Trace | None = None
@@ -99,7 +101,9 @@ class Engine(Protocol):
 
     def mean_loss(self, share: Tensor) -> Tensor:
         """The mean loss of the global batch from this rank's share."""
-        return share if self.loss_group is None else comm.all_reduce(share, self.loss_group, op=self.loss_op)
+        if self.loss_group is None:
+            return share
+        return comm.all_reduce(share / self.loss_copies, self.loss_group, op=self.loss_op)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         """What this rank updates: parameters or shards, each with the ranks of `norm_groups` that hold the same."""

@@ -72,6 +72,7 @@ class FiveD(nn.Module, Engine):
         super().__init__()
         self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
         self.norm_groups, self.is_sharded = (groups.world,), layout.zero_stage > 0
+        self.loss_group, self.loss_copies = groups.world, layout.tp
         sharded = partial(ShardedResidual, regather=layout.regather)
         self.residual = (sharded if layout.sequence_parallel else ReplicatedResidual)(groups.tp)
         self.context = Context(groups.cp, layout.cp_method, layout.cp_sharding)
@@ -102,9 +103,6 @@ class FiveD(nn.Module, Engine):
 
     def finish(self) -> None:
         reduce_gradients(self)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        return comm.all_reduce(share / self.layout.tp, self.groups.world)  # tp ranks have the same
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         return ((param, copies_of(self, kind)) for kind, param in owned(self))

@@ -69,7 +69,7 @@ class Pipeline(nn.Module, Engine):
     ):
         super().__init__()
         self.config, self.group, self.channels, self.ahead = model.config, group, channels, ahead
-        self.schedule_of, self.norm_groups = schedule_of, (group,)
+        self.schedule_of, self.norm_groups, self.loss_group = schedule_of, (group,), group
         self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
         self.dtype = next(model.parameters()).dtype
         self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
@@ -84,11 +84,6 @@ class Pipeline(nn.Module, Engine):
 
     def finish(self) -> None:
         sum_tied(self)
-
-    def mean_loss(self, share: Tensor) -> Tensor:
-        if self.config.moe is not None:  # each stage has its experts' auxiliary losses
-            return comm.all_reduce(share, self.group)
-        return comm.broadcast(share, src=self.rank_of_stage[-1], group=self.group)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         tied = tied_weight(self)

@@ -2,7 +2,7 @@
 
     files, refused = export(option, gpus_per_node=8)   # {"torchtitan.toml": "...", ...}, {"nanotron.yaml": "why", ...}
 
-    write(deepspeed(stage=3, micro_batch_size=1, offload=OffloadTo(optimizer="cpu")), "zero3.json")
+    write(deepspeed(stage=3, micro_batch_size=1, offload=Offload(optimizer="host")), "zero3.json")
     write(accelerate_deepspeed_file("zero3.json", num_processes=8, zero3_init=True), "accelerate.yaml")
     write(accelerate_fsdp2(["LlamaDecoderLayer"], num_processes=8), "fsdp2.yaml")
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -37,7 +36,7 @@ from course_lib.layout.partition import even_layers
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
-from course_lib.validate import Positive, Size, check_fields, checked
+from course_lib.validate import Positive, Size, checked
 
 
 @checked
@@ -318,43 +317,29 @@ def _picotron(run: Run, gpus_per_node: int) -> str:
 # ---- DeepSpeed
 
 Stage = Literal[0, 1, 2, 3]
-Device = Literal["cpu", "nvme"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-@dataclass(frozen=True)
-class OffloadTo:
-    """Where DeepSpeed keeps optimizer states (stages 1 to 3) and parameters (stage 3); None: on the GPU.
+_DEVICES = {"host": "cpu", "disk": "nvme"}
 
-    nvme_path    a folder on the local disk, where a device is "nvme"
+
+def _offloaded(stage: Stage, offload: Offload, nvme_path: str) -> dict:
+    """DeepSpeed's fields; pinned memory on the host's side: the GPU copies from it without the processor.
+
+    Raises   ValueError where DeepSpeed would fail, or leave the data where it is without a word
     """
-
-    optimizer: Device | None = None
-    parameters: Device | None = None
-    nvme_path: str | None = None
-
-    def __post_init__(self):
-        check_fields(self)
-        on_disk = "nvme" in (self.optimizer, self.parameters)
-        if on_disk and not self.nvme_path:
-            raise ValueError('a device is "nvme" and nvme_path is missing; give a folder on the local disk')
-        if self.nvme_path and not on_disk:
-            raise ValueError(f'nvme_path is {self.nvme_path!r} and no device is "nvme"; leave it out, or choose it')
-
-    def entries(self, stage: int) -> dict:
-        """DeepSpeed's fields; pinned memory on the host's side: the GPU copies from it without the processor.
-
-        Raises   ValueError where DeepSpeed would fail, or leave the data where it is without a word
-        """
-        if self.parameters is not None and stage != 3:
-            raise ValueError(f"offloading parameters moves their shards, which only stage 3 has, got stage {stage}")
-        if self.optimizer is not None and stage == 0:
-            raise ValueError("offloading the optimizer moves sharded states, got stage 0; choose stage 1, 2 or 3")
-        if self.optimizer == "nvme" and stage != 3:
-            raise ValueError(f'an optimizer on "nvme" needs stage 3, got stage {stage}; choose "cpu", or stage 3')
-        to = {"offload_optimizer": self.optimizer, "offload_param": self.parameters}
-        path = {"cpu": {}, "nvme": {"nvme_path": self.nvme_path}}
-        return {key: {"device": device, "pin_memory": True, **path[device]} for key, device in to.items() if device}
+    if offload.parameters != "device" and stage != 3:
+        raise ValueError(f"offloading parameters moves their shards, which only stage 3 has, got stage {stage}")
+    if offload.optimizer != "device" and stage == 0:
+        raise ValueError("offloading the optimizer moves sharded states, got stage 0; choose stage 1, 2 or 3")
+    if offload.optimizer == "disk" and stage != 3:
+        raise ValueError(f'an optimizer on "disk" needs stage 3, got stage {stage}; choose "host", or stage 3')
+    places = {"offload_optimizer": offload.optimizer, "offload_param": offload.parameters}
+    if ("disk" in places.values()) != bool(nvme_path):
+        raise ValueError(f"nvme_path is {nvme_path!r}; give a folder on the local disk where something waits on disk")
+    path = {"host": {}, "disk": {"nvme_path": nvme_path}}
+    off = {key: place for key, place in places.items() if place != "device"}
+    return {key: {"device": _DEVICES[place], "pin_memory": True, **path[place]} for key, place in off.items()}
 
 
 @checked
@@ -364,12 +349,14 @@ def deepspeed(
     accumulation_steps: Size = 1,
     clip_norm: Positive | None = 1.0,
     precision: Precision = "bf16",
-    offload: OffloadTo = OffloadTo(),
+    offload: Offload = Offload(),
+    nvme_path: str = "",
     sizes: Mapping[str, int] | None = None,
 ) -> dict:
     """DeepSpeed's JSON. In 16 bits it keeps FP32 master weights by itself; fp16 gets a loss scale that adapts (0).
 
     micro_batch_size    sequences a rank works on at once; the global batch is this x accumulation_steps x ranks
+    nvme_path           a folder on the local disk, where something waits on disk
     sizes               of messages, in elements, by DeepSpeed's names, in place of its own defaults
 
     Raises   ValueError for a choice that DeepSpeed does not know, or would not honour at this stage
@@ -387,7 +374,7 @@ def deepspeed(
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
         **(half if precision == "fp16" else {"bf16": {"enabled": precision == "bf16"}}),
-        "zero_optimization": zero | dict(sizes or {}) | offload.entries(stage),
+        "zero_optimization": zero | dict(sizes or {}) | _offloaded(stage, offload, nvme_path),
         **({} if clip_norm is None else {"gradient_clipping": clip_norm}),
     }
 

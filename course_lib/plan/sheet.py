@@ -21,6 +21,7 @@ from course_lib.hardware import GB, cluster_of, gpu
 from course_lib.layout import Layout
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.search import search
+from course_lib.plan.techniques import techniques_of
 from course_lib.shapes import read_model
 from course_lib.traffic import sent
 from course_lib.validate import Size, check_fields, checked, read_json, show
@@ -115,13 +116,16 @@ class Sheet:
 
     def rows(self, upto: str = "12") -> list[Row]:
         """The techniques of the chapters up to this one, in their order, then the layouts decided on."""
-        techniques = [one for one in _techniques(self.choice) if one[0] <= upto]
-        rows = [self._row(*one) for one in techniques]
+        choice, job = self.choice, self.choice.job()
+        techniques = techniques_of(job.config, choice.gpus, job.sequences, choice.per_node)
+        rows = [
+            self._row(one.chapter, one.name, one.layout, 1 if one.splits == "nothing" else None)
+            for one in techniques
+            if one.chapter <= upto
+        ]
         if upto >= "10":
             rows.append(self._row("10", "the planner's first", None))
-        return rows + [
-            self._row("", "decided: layout " + str(n + 1), text) for n, text in enumerate(self.choice.decided)
-        ]
+        return rows + [self._row("", "decided: layout " + str(n + 1), text) for n, text in enumerate(choice.decided)]
 
     def upto(self, chapter: str) -> None:
         """Print the sheet as far as a chapter has taught it, and what the job lacks then."""
@@ -177,34 +181,6 @@ def _sent(one: Estimate) -> int:
     """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
     ranks = one.layout.world_size
     return max(sum(sent(one.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
-
-
-def _techniques(choice: Choice) -> list[tuple[str, str, str, int | None]]:
-    """(chapter, technique, layout, GPUs if not all) of each row: micro-batches of one sequence."""
-    job, gpus = choice.job(), choice.gpus
-    config, sequences, node = job.config, job.sequences, min(choice.per_node, gpus)
-    tp = max(n for n in range(1, node + 1) if gpus % n == config.num_heads % n == config.num_kv_heads % n == 0)
-    pp = next((n for n in range(2, gpus + 1) if gpus % n == config.num_layers % n == 0), gpus)
-
-    def cut(rest: str, by: int = 1) -> str:
-        dp = gpus // by
-        return f"dp={dp},micro_batches={max(1, sequences // dp)}{rest}"
-
-    rows = [
-        ("01", "one GPU", f"micro_batches={sequences}", 1),
-        ("02", "one GPU, recomputation", f"micro_batches={sequences},recompute=full", 1),
-        ("03", f"data parallel, dp {gpus}", cut(""), None),
-        ("04", "ZeRO-1", cut(",zero_stage=1"), None),
-        ("04", "ZeRO-3", cut(",zero_stage=3"), None),
-        ("05", f"tp {tp}, ZeRO-1", cut(f",tp={tp},zero_stage=1", tp), None),
-        ("06", "and sequence parallel", cut(f",tp={tp},sequence_parallel=true,zero_stage=1", tp), None),
-        ("07", "cp 2, ZeRO-3", cut(",cp=2,zero_stage=3", 2), None),
-        ("08", f"pp {pp}, ZeRO-1", cut(f",pp={pp},zero_stage=1", pp), None),
-    ]
-    if config.moe is not None:
-        ep = max(n for n in range(1, node + 1) if gpus % n == config.moe.num_experts % n == 0)
-        rows.append(("09", f"ep {ep}, ZeRO-1", cut(f",ep={ep},zero_stage=1"), None))
-    return rows
 
 
 def next_step(rows: list[Row]) -> str:

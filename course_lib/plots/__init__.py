@@ -16,10 +16,8 @@ ladder.py        show_ladder
 comparison.py    show_comparison: predicted beside measured, with the error
 data_parallel.py  show_replicas, show_buckets, show_flow
 context.py       show_work, show_documents, show_mask, show_heads_for_tokens, show_memory_by_length
-pipeline.py      show_schedule, show_schedules
-pipeline_concepts.py  show_messages, show_trace, show_stages_of_model, show_tradeoff
-pipeline_trace.py  show_measured
-stages.py        show_live: micro-batches in flight
+pipeline.py      show_schedule, show_schedules, show_messages, show_trace, show_measured, show_live, show_tradeoff,
+                 show_stages_of_model
 experts.py       show_load, show_balance, show_parameters, show_rows_per_expert, show_traffic
 holdings.py      which share of each part of a model the ranks of a layout hold
 five_d_costs.py  show_pipeline_memory, show_costs

@@ -8,29 +8,27 @@ from matplotlib.ticker import PercentFormatter
 
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
-from course_lib.palette import AXIS_COLORS, COMPUTE_COLOR, KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
+from course_lib.palette import LIMIT_COLOR, OKABE_ITO
+from course_lib.panels.svg import bars
 from course_lib.plan.measured import MeasuredRun
-from course_lib.plots.style import key, keys_below, picture_axes, plain_rows, write
+from course_lib.plots.concepts import show_charts
+from course_lib.plots.style import picture_axes, write
 from course_lib.timing.failures import Failures, best_interval_s, shares
 from course_lib.units import show_seconds
 from course_lib.validate import Amount, Positive, Size, checked
 
 # ---------------------------------------------------------------- what options need
 
-# Kinds of memory as the predictors tell them -> the six that a picture has room for.
-_SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
-_SHOWN_AS = {"gathered": "activations", "messages": "temporary", "logits": "temporary", "update": "temporary"}
-_SHOWN_AS |= {"whole sequences": "temporary", "queued": "temporary", "backward": "gradients"}
-_SHOWN_AS |= {kind: kind for kind in _SHOWN_KINDS}
-_MOST_BARS = 12
 
+@checked
+def show_options(options: Sequence[Estimate]) -> None:
+    """Show what each option's fullest GPU holds, and the limit.
 
-def shown_kinds(option: Estimate) -> dict[str, float]:
-    """Return an option's GB in the kinds that the picture shows; what is none of them is overhead."""
-    found = dict.fromkeys(_SHOWN_KINDS, 0.0)
-    for kind, size in option.bytes_by_kind.items():
-        found[_SHOWN_AS.get(kind, "overhead")] += size / GB
-    return found
+    Raises   ValueError if there is no option
+    """
+    rows = {cut_name(option.layout): option.bytes_by_kind for option in options}
+    limits = {"what a GPU has": max((option.usable_bytes for option in options), default=0)}
+    show_charts("Memory of some layouts", bars("Memory of the fullest GPU (modelled)", rows, marks=limits))
 
 
 @checked
@@ -39,29 +37,6 @@ def cut_name(layout) -> str:
     axes = " ".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep"))
     kept = " ".join(word for word in axes.split() if word[2:] != "1")
     return f"{kept or 'one GPU'} z{layout.zero_stage} mb{layout.micro_batch}"
-
-
-@checked
-def show_options(options: Sequence[Estimate]) -> None:
-    """Show what each option's fullest GPU holds, and the limit.
-
-    Raises   ValueError if there is no option, or more than the picture has room for
-    """
-    if not 0 < len(options) <= _MOST_BARS:
-        raise ValueError(f"there are {len(options)} options; give 1 to {_MOST_BARS}")
-    left = [0.0] * len(options)
-    with picture_axes(1.6 + 0.3 * len(options)) as axes:
-        for kind in _SHOWN_KINDS:
-            sizes = [shown_kinds(option)[kind] for option in options]
-            axes.barh(range(len(options)), sizes, left=left, color=KIND_COLORS[kind], label=kind, edgecolor="white")
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
-        axes.axvline(options[0].usable_bytes / GB, color="black", linestyle="--", linewidth=1.2)
-        axes.set_yticks(range(len(options)), [cut_name(option.layout) for option in options])
-        axes.invert_yaxis()
-        axes.set_xlabel("GB on the fullest GPU (modelled); dashed: what a GPU has")
-        below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.16 - 0.6 / len(options))}
-        axes.legend(ncols=len(_SHOWN_KINDS), fontsize=8, **below)
-        axes.set_title("Memory of some layouts", fontsize=10)
 
 
 @checked
@@ -108,36 +83,11 @@ def show_by_memory(options: Mapping[str, Estimate], title: str) -> None:
         axes.set_title(title)
 
 
-PARTS = {  # of a step: colour, name; what is drawn with them
-    "compute": (COMPUTE_COLOR, "computing"),
-    "tp": (AXIS_COLORS["tp"], "tp"),
-    "cp": (OKABE_ITO["yellow"], "cp"),
-    "ep": (AXIS_COLORS["ep"], "ep"),
-    "bubble": (NEUTRAL_COLOR, "pipeline"),
-    "data": (AXIS_COLORS["dp"], "ZeRO, gradients"),
-}
-_DRAWN_WITH = {"launches": "compute", "update": "compute", "transfer": "bubble", "waiting": "bubble"}
-
-
 @checked
 def show_waiting(options: Mapping[str, Estimate], title: str) -> None:
     """Show of each named layout how long a step computes and for what it waits, in modelled seconds."""
-    _refuse_none(options)
-    longest_s = max(option.step_s for option in options.values())
-    with picture_axes(0.9 + 0.42 * len(options)) as axes:
-        for row, option in enumerate(options.values()):
-            parts, left = dict.fromkeys(PARTS, 0.0), 0.0
-            for part, seconds in option.seconds_by_part.items():
-                parts[_DRAWN_WITH.get(part, part)] += seconds
-            for part, seconds in parts.items():
-                axes.barh(row, seconds, left=left, height=0.66, color=PARTS[part][0])
-                left += seconds
-        plain_rows(axes, list(options), -0.5, -0.5)
-        axes.set(xlim=(0, 1.02 * longest_s), xlabel="modelled seconds of a step")
-        axes.set_title(title)
-        seen = [one for one in PARTS if any(option.seconds_by_part.get(one, 0.0) > 0.005 * longest_s
-                                            for option in options.values())]  # fmt: skip
-        keys_below(axes.figure, [key(*PARTS[part]) for part in seen])
+    rows = {name: option.seconds_by_part for name, option in options.items()}
+    show_charts(title, bars(title, rows, "seconds"))
 
 
 # ---------------------------------------------------------------- losses, speeds

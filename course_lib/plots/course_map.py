@@ -9,7 +9,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from course_lib.palette import AXIS_COLORS, text_on
-from course_lib.plots.pipeline import chart_height_in, draw_chart, schedule_picture
+from course_lib.panels.pipeline import schedule_chart
+from course_lib.panels.svg import drawing
+from course_lib.plots.pipeline import chart_title
 from course_lib.plots.style import FULL_WIDTH_IN, draw_arrows, finish, labelled_box, style, write
 from course_lib.schedules import all_forward_all_backward, one_f_one_b, simulate
 
@@ -104,24 +106,21 @@ def show_course() -> None:
     finish(course_figure())
 
 
-def _schedules_figure():
+def _schedules_svg() -> str:
     """Return two pipeline schedules of 4 ranks and 8 micro-batches on one axis of time."""
-    drawn = [schedule_picture(simulate(make(4, 8))) for make in (all_forward_all_backward, one_f_one_b)]
-    end_s = max(one.end_s for one in drawn)
-    with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, sum(map(chart_height_in, drawn)) + 0.9))
-        for axes, one in zip(panels, drawn, strict=True):
-            draw_chart(axes, one, None, end_s)
-    return figure
+    both = [simulate(make(4, 8)) for make in (all_forward_all_backward, one_f_one_b)]
+    charts = [schedule_chart(chart_title(one), one.schedule, one.rows, both[0].makespan_s) for one in both]
+    return drawing("Two pipeline schedules", " ".join(f"{chart.title}." for chart in charts), charts)
 
 
 def write_pictures(folder: Path) -> list[Path]:
     """Write each picture into the folder, the same bytes each time."""
-    paths = [folder / name for name in PICTURES]
-    for path, figure in zip(paths, (course_figure(), _schedules_figure()), strict=True):
-        with plt.rc_context({"svg.hashsalt": "course"}):
-            figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
-        plt.close(figure)
+    course, schedules = paths = [folder / name for name in PICTURES]
+    figure = course_figure()
+    with plt.rc_context({"svg.hashsalt": "course"}):
+        figure.savefig(course, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
+    plt.close(figure)
+    schedules.write_text(_schedules_svg(), encoding="utf-8")
     return paths
 
 

@@ -8,13 +8,14 @@ import matplotlib.pyplot as plt
 from course_lib.hardware import GPU
 from course_lib.palette import (
     COMPUTE_COLOR,
-    EXPOSED_COLOR,
     LIMIT_COLOR,
     NEUTRAL_COLOR,
     OKABE_ITO,
     mix,
 )
-from course_lib.plots.style import key, keys_below, panel_title, picture_axes, picture_panels, plain_rows, write
+from course_lib.panels.svg import bars, columns
+from course_lib.plots.concepts import show_charts
+from course_lib.plots.style import keys_below, panel_title, picture_axes, picture_panels
 from course_lib.plots.tiles import Tile, draw_tiles
 from course_lib.timing.rates import peak_flops, roofline_s
 from course_lib.units import UNITS, three_digits, unit_for
@@ -29,32 +30,18 @@ def show_load(load: Sequence[int], capacity: Size | None = None, title: str = ""
 
     Raises   ValueError if there is no load
     """
-    load = [int(tokens) for tokens in load]
-    if not load or sum(load) == 0:
+    if sum(load) == 0:
         raise ValueError(f"the load of {len(load)} experts is empty; give how many assignments fell on each expert")
-    mean, experts = sum(load) / len(load), range(len(load))
-    kept = [min(tokens, capacity or tokens) for tokens in load]
-    dropped = [tokens - computed for tokens, computed in zip(load, kept, strict=True)]
-    top = max([*load, capacity or 0, mean])
-    with picture_axes(3.2) as axes:
-        axes.bar(experts, kept, 0.84, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
-        drops = {"facecolor": "white", "edgecolor": EXPOSED_COLOR, "hatch": "////", "linewidth": 0.8}
-        for expert in (expert for expert in experts if dropped[expert]):
-            axes.bar(expert, dropped[expert], 0.84, bottom=kept[expert], **drops)
-        lines = [(mean, f" mean {three_digits(mean)}", ":")]
-        lines += [(capacity, f" capacity {capacity:,}", "--")] if capacity else []
-        floor = 0.0
-        for value, text, style in sorted(lines):  # of two lines close together the upper one's name moves up
-            axes.axhline(value, color=LIMIT_COLOR, linewidth=1.3, linestyle=style)
-            place = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
-            axes.annotate(text, (1, max(value, floor)), fontsize=9, **place)
-            floor = value + 0.09 * top
-        axes.set_xticks(range(0, len(load), -(-len(load) // 16)))
-        axes.set(xlim=(-0.6, len(load) - 0.4), ylim=(0, top * 1.1), xlabel="expert", ylabel="assignments (token, slot)")
-        if any(dropped):
-            keys_below(axes, [key(COMPUTE_COLOR, "computed"), key("white", "dropped", "////", edgecolor=EXPOSED_COLOR)])
-        said = f"The most loaded of {len(load)} experts computes {three_digits(max(kept) / mean)} times the mean load"
-        axes.set_title(title or said)
+    mean, computed = sum(load) / len(load), [min(tokens, capacity or tokens) for tokens in load]
+    most = three_digits(max(computed) / mean)
+    said = title or f"The most loaded of {len(load)} experts computes {most} times the mean load"
+    rows = {
+        str(expert): {"computed": kept, "dropped": tokens - kept}
+        for expert, (tokens, kept) in enumerate(zip(load, computed, strict=True))
+    }
+    marks = {f"mean {three_digits(mean)}": mean} | ({f"capacity {capacity:,}": capacity} if capacity else {})
+    notes = {str(expert): str(tokens) for expert, tokens in enumerate(load)}
+    show_charts(said, columns("Assignments by expert", rows, "count", marks=marks, notes=notes))
 
 
 # ---------------------------------------------------------------- load while training
@@ -126,19 +113,13 @@ def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
 @checked
 def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
     """Show `{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
-    longest = max(total for total, _ in parameters.values())
-    stored = {"edgecolor": "#777777", "hatch": "////"}
-    with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
-        for row, (total, active) in enumerate(parameters.values()):
-            axes.barh(row, total / 1e9, height=0.62, color="#E3E3E3", linewidth=0.8, **stored)
-            axes.barh(row, active / 1e9, height=0.62, color=OKABE_ITO["blue"])
-            part = "all active" if active == total else f"{three_digits(active / 1e9)} B active"
-            write(axes, total / 1e9, row, f" {three_digits(total / 1e9)} B, {part}", "left")
-        plain_rows(axes, list(parameters), -0.55, -0.45)
-        axes.set(xlim=(0, longest / 1e9 * 1.42), xlabel="parameters (billions)")
-        handles = [key(OKABE_ITO["blue"], "active: compute for one token")]
-        keys_below(axes, [*handles, key("#E3E3E3", "experts that this token did not choose", **stored)])
-        axes.set_title(parameters_title(parameters))
+    rows = {
+        name: {"computing": active / 1e9, "experts not chosen": (total - active) / 1e9}
+        for name, (total, active) in parameters.items()
+    }
+    notes = {name: f" billion, {three_digits(active / 1e9)} active" for name, (_, active) in parameters.items()}
+    title = parameters_title(parameters)
+    show_charts(title, bars("Billions of parameters", rows, "count", notes=notes))
 
 
 # ---------------------------------------------------------------- rows per expert and speed

@@ -9,20 +9,19 @@ from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
-from course_lib.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
+from course_lib.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR
+from course_lib.panels.svg import bars
+from course_lib.plots.concepts import show_charts
 from course_lib.plots.style import (
     CENTRED,
-    ground,
     key,
     keys_below,
     panel_title,
     picture_axes,
     picture_panels,
-    plain_rows,
     write,
-    write_above,
 )
-from course_lib.units import UNITS, show_bytes, three_digits, unit_for
+from course_lib.units import UNITS, show_bytes, unit_for
 from course_lib.validate import checked
 
 # ---------------------------------------------------------------- memory over time
@@ -169,37 +168,14 @@ def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
     return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
 
 
-def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Limits within 2 % would be drawn on top of each other: one line names them all, at the smallest of them."""
-    merged: list[tuple[list[str], int]] = []
-    for name, limit in sorted(limits_bytes.items(), key=lambda item: item[1]):
-        if merged and limit <= 1.02 * merged[-1][1]:
-            merged[-1][0].append(name)
-        else:
-            merged.append(([name], limit))
-    return [(", ".join(names), limit) for names, limit in merged]
-
-
-def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int]:
-    """On which line above the axes each (x, text) goes, so that no two touch: the lowest line with room."""
-    ends: list[float] = []
-    levels = []
-    for x, text in labels:
-        half = 0.0058 * len(text) * extent
-        level = next((i for i, end in enumerate(ends) if x - half > end), len(ends))
-        ends[level : level + 1] = [x + half]
-        levels.append(level)
-    return levels
-
-
-def verdict(total: float, limits: Sequence[float]) -> str:
+def room_text(total: float, limits: Sequence[float]) -> str:
     """Whether one of the limits, or how many of several, hold a total."""
     fits = sum(total <= limit for limit in limits)
     if not limits:
         return ""
     if not fits:
-        return "\nout of memory" + (" on all" if len(limits) > 1 else "")
-    return "\nfits" + (f" {fits} of {len(limits)}" if len(limits) > 1 else "")
+        return ", out of memory" + (" on all" if len(limits) > 1 else "")
+    return ", fits" + (f" {fits} of {len(limits)}" if len(limits) > 1 else "")
 
 
 @checked
@@ -207,43 +183,13 @@ def show_budgets(
     budgets: Budget | Mapping,
     gpus: Mapping[str, float] | Iterable[GPU] = (),
     title: str = "What training needs, and what a GPU has",
-    unit: str = "GB",
 ) -> None:
     """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
 
     Stacked bars with their numbers, and one line per GPU: what reaches past it is out of memory.
     """
     several = isinstance(budgets, Mapping) and not set(budgets) & set(KINDS)
-    bars = {label: kinds_of(budget) for label, budget in (budgets if several else {"": budgets}).items()}
-    limits, size = gpu_limits(gpus), UNITS[unit]
-    lines = [(limit / size, f"{name}: {three_digits(limit / size)} {unit}") for name, limit in merge_limits(limits)]
-    totals = [sum(bar.values()) for bar in bars.values()]
-    extent = max([1.2 * total / size for total in totals] + [1.1 * x for x, _ in lines])
-    levels = label_levels(lines, extent)
-    with picture_axes(1.9 + 0.55 * len(bars)) as axes:
-        for row, (bar, total) in enumerate(zip(bars.values(), totals, strict=True)):
-            _draw_stack(axes, row, bar, size, extent)
-            said = f"{three_digits(total / size)} {unit}{verdict(total, list(limits.values()))}"
-            look = {"fontsize": 9, "fontweight": "bold", "linespacing": 1.3, "bbox": ground("white", 0.8)}
-            place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-            axes.annotate(said, (total / size, row), **place, **look)
-        for (x, label), level in zip(lines, levels, strict=True):
-            axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
-            write_above(axes, x, label, 3 + 13 * level, 8.5)
-        plain_rows(axes, list(bars))
-        axes.set(xlim=(0, extent), xlabel=f"memory ({unit}, 1 {unit} = {size:,} bytes)")
-        shown = [kind_patch(kind) for kind in KINDS if any(kind in bar for bar in bars.values())]
-        keys_below(axes, shown, 4.2, columnspacing=1.0, handlelength=1.5, handletextpad=0.5)
-        axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
-
-
-def _draw_stack(axes, row: int, bar: Mapping[str, int], size: int, extent: float) -> None:
-    left = 0.0
-    for kind, value_bytes in bar.items():
-        width, color = value_bytes / size, KIND_COLORS[kind]
-        look = {"hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.8}
-        axes.barh(row, width, left=left, height=0.62, color=color, **look)
-        label = three_digits(width)
-        if width / extent > 0.011 * len(label) + 0.01:
-            write(axes, left + width / 2, row, label, color=text_on(color), bbox=ground(color, 1.2))
-        left += width
+    rows = {label: kinds_of(budget) for label, budget in (budgets if several else {"all": budgets}).items()}
+    limits = gpu_limits(gpus)
+    notes = {label: room_text(sum(kinds.values()), list(limits.values())) for label, kinds in rows.items()}
+    show_charts(title, bars(title, rows, marks=limits, notes=notes))

@@ -1,113 +1,21 @@
-"""Pipeline schedules as charts: a row for each rank, a box for each instruction, and the time in which a rank idles."""
+"""Pipelines as lanes, drawn as a panel draws them: schedules, messages, what ranks did, stages, what is in flight."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import median
 
-import matplotlib.pyplot as plt
-from matplotlib.collections import PolyCollection
-from matplotlib.patches import Patch, Rectangle
-
-from course_lib.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, key, keys_below, plain_rows, style
-from course_lib.plots.tiles import ranks
-from course_lib.plots.timeline import merge, subtract
-from course_lib.schedules.instructions import Schedule, read_instruction
-from course_lib.schedules.simulator import Simulation
+from course_lib.panels.pipeline import schedule_chart
+from course_lib.panels.svg import Arrow, Box, Chart, bars
+from course_lib.plots.concepts import show_charts
+from course_lib.schedules.instructions import Schedule, needs, read_instruction
+from course_lib.schedules.simulator import Costs, Simulation
 from course_lib.span import Span
-from course_lib.validate import Amount, Index, Positive, Size, checked
+from course_lib.units import show_seconds
+from course_lib.validate import Amount, checked
 
-OP_COLORS = {"F": OKABE_ITO["sky"], "B": OKABE_ITO["vermillion"], "I": OKABE_ITO["orange"], "W": OKABE_ITO["green"]}
-_OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
-IDLE_COLOR = "#EDEDED"
-_LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
-BOX_HEIGHT = 0.84
-_ROW_IN = 0.29
-DENSE_DPI = 130  # of charts whose numbers are small
-CHART_POINTS = 0.9 * FULL_WIDTH_IN * 72  # the width of the axes of a full-width picture
-DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font sizes
-
-
-@dataclass(frozen=True)
-class Box:
-    """One instruction as drawn. `chunk` counts the stages that its rank holds, from the model's first layers on.
-
-    `half`: -1 or 1 for the two of a pair that run at once, in the upper and the lower half of the row; else 0.
-    """
-
-    rank: int
-    op: str
-    micro_batch: int
-    chunk: int
-    start_s: float
-    stop_s: float
-    half: int = 0
-
-
-@dataclass(frozen=True)
-class SchedulePicture:
-    """A schedule in time: its boxes, and from when to when each rank idles before the last rank is done."""
-
-    name: str
-    num_ranks: int
-    num_micro_batches: int
-    num_chunks: int
-    boxes: list[Box]
-    idle: list[tuple[int, float, float]]
-    end_s: float
-    bubble_of_ideal: float
-    bubble_of_total: float
-
-
-def schedule_picture(simulation: Simulation) -> SchedulePicture:
-    """The boxes of a simulated schedule, and each rank's idle time until the last one is done."""
-    boxes = boxes_of(simulation.schedule, simulation.rows)
-    if simulation.costs.pair_s is not None:
-        boxes = at_once(
-            boxes, [one in simulation.schedule.pairs for row in simulation.schedule.instructions for one in row]
-        )
-    return picture_of(simulation.schedule, boxes)
-
-
-def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
-    """The same boxes, but each that starts a pair lies above the one behind it, both as long as the pair."""
-    drawn = list(boxes)
-    for index, starts in enumerate(starts_pair):
-        if starts:
-            first, second = boxes[index : index + 2]
-            whole = {"start_s": first.start_s, "stop_s": second.stop_s}
-            drawn[index : index + 2] = replace(first, **whole, half=-1), replace(second, **whole, half=1)
-    return drawn
-
-
-def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
-    """Boxes with what lies between them: idle time from the first moment to the last, and its two shares."""
-    end_s = max(box.stop_s for box in boxes)
-    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
-    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
-    idle_s, total_s = sum(stop - start for _, start, stop in idle), end_s * schedule.pp
-    sizes = (schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v)
-    return SchedulePicture(*sizes, boxes, idle, end_s, idle_s / (total_s - idle_s), idle_s / total_s)
-
-
-def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
-    """Boxes from each rank's spans, simulated or measured; a span's name is the instruction as text, such as F3@1."""
-    chunk_of = {stage: c for rank in range(schedule.pp) for c, stage in enumerate(schedule.stages_of_rank(rank))}
-    boxes = []
-    for rank, row in enumerate(rows):
-        for span in row:
-            one = read_instruction(span.name, rank, f"rank {rank}")
-            boxes.append(Box(rank, one.op, one.micro_batch, chunk_of[one.stage], span.start_s, span.stop_s))
-    return boxes
-
-
-def chart_title(picture: SchedulePicture) -> str:
-    """What the chart shows, in one sentence: the bubble by both definitions."""
-    ranks = f"{picture.num_ranks} rank{'s' if picture.num_ranks > 1 else ''}"
-    micro_batches = f"{picture.num_micro_batches} micro-batch{'es' if picture.num_micro_batches > 1 else ''}"
-    return (
-        f"{picture.name}, {ranks}, {micro_batches}: "
-        f"bubble {percent(picture.bubble_of_ideal)} of ideal time, {percent(picture.bubble_of_total)} of total"
-    )
+Traces = Sequence[Sequence[Span]]
 
 
 def percent(share: Amount) -> str:
@@ -115,128 +23,13 @@ def percent(share: Amount) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
-def shade(op: str, chunk: Index, num_chunks: Size) -> str:
-    """The colour of an operation, lighter for each later chunk of the rank."""
-    return mix(OP_COLORS[op], "#FFFFFF", _LIGHTEST * chunk / max(num_chunks - 1, 1))
-
-
-# ---------------------------------------------------------------- what is written in the boxes
-
-
-@dataclass(frozen=True)
-class Label:
-    """How the boxes of one operation are numbered: with its letter or without, upright or turned; size in points."""
-
-    letter: bool
-    turned: bool
-    size: float
-
-
-def labels_of(picture: SchedulePicture, end_s: Amount | None = None, height: Positive = BOX_HEIGHT) -> dict[str, Label]:
-    """The largest readable label for the narrowest box of each operation; an operation without room has none.
-
-    All operations have their letters, or none has: a lone number is explained by the legend's colours.
-    """
-    points_per_s = CHART_POINTS / (end_s or picture.end_s)
-    digits = len(str(picture.num_micro_batches - 1))
-    widths = {
-        op: points_per_s * min(box.stop_s - box.start_s for box in picture.boxes if box.op == op)
-        for op in OP_COLORS
-        if any(box.op == op for box in picture.boxes)
-    }
-    with_letters = min(widths.values()) >= (digits + 1) * DIGIT * 6.5 + 1.2
-    labels = {}
-    for op, width in widths.items():
-        characters = digits + with_letters
-        across = min((width - 1.2) / (DIGIT * characters), 8.0)
-        turned = min((width - 0.9) / CAPITAL, _ROW_IN * 72 * height / (DIGIT * characters + 0.4), 7.0)
-        if across >= 5.5:
-            labels[op] = Label(with_letters, False, across)
-        elif turned >= 4.5:
-            labels[op] = Label(with_letters, True, turned)
-    upright = min((label.size for label in labels.values() if not label.turned), default=0.0)
-    return {op: label if label.turned else replace(label, size=upright) for op, label in labels.items()}
-
-
-# ---------------------------------------------------------------- one chart
-
-
-def draw_schedule(
-    axes, picture: SchedulePicture, end_s: Amount | None = None, scale: Positive = 1.0, height: Positive = BOX_HEIGHT
-) -> None:
-    """A row for each rank, idle time grey behind its boxes. `end_s`: where the time axis ends; `scale`: its unit."""
-    end_s = end_s or picture.end_s
-    draw_boxes(axes, picture.idle, scale, BOX_HEIGHT, facecolor=IDLE_COLOR, linewidth=0, zorder=0.3)
-    for op, chunk, half in sorted({(box.op, box.chunk, box.half) for box in picture.boxes}):
-        same = [b for b in picture.boxes if (b.op, b.chunk, b.half) == (op, chunk, half)]
-        spans = [(b.rank + half * height / 4, b.start_s, b.stop_s) for b in same]
-        narrowest = min(stop - start for _, start, stop in spans) / end_s * CHART_POINTS
-        look = {"facecolor": shade(op, chunk, picture.num_chunks), "linewidth": min(0.6, narrowest / 8)}
-        draw_boxes(axes, spans, scale, height / 2 if half else height, **look)
-    _number_boxes(axes, picture, labels_of(picture, end_s, height), scale, height)
-    plain_rows(axes, ranks(picture.num_ranks), -0.5, -0.5)
-    axes.set_xlim(0, end_s / scale)
-    axes.spines["left"].set_visible(False)
-
-
-def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
-    """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
-    boxes = [(a / scale, b / scale, row - height / 2, row + height / 2) for row, a, b in spans]
-    corners = [[(left, top), (right, top), (right, bottom), (left, bottom)] for left, right, top, bottom in boxes]
-    axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
-
-
-def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float, height: float) -> None:
-    for box in picture.boxes:
-        label = labels.get(box.op)
-        if label is None or (label.turned and box.half):
-            continue
-        text = axes.text(
-            (box.start_s + box.stop_s) / 2 / scale,
-            box.rank + box.half * height / 4,
-            f"{box.op if label.letter else ''}{box.micro_batch}",
-            ha="center",
-            va="center_baseline" if not label.turned else "center",
-            fontsize=label.size,
-            rotation=90 if label.turned else 0,
-            color=text_on(shade(box.op, box.chunk, picture.num_chunks)),
-        )
-        text.set_in_layout(False)  # the layout need not measure a thousand numbers that lie inside the axes
-
-
-def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
-    """More dots where numbers are small or left out, the style's own otherwise."""
-    for picture in pictures:
-        labels = labels_of(picture, end_s)
-        if len(labels) < len({box.op for box in picture.boxes}) or min(label.size for label in labels.values()) < 6.5:
-            return DENSE_DPI
-    return None
-
-
-def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
-    """What the colours and shades mean, as far as these pictures use them."""
-    used = {box.op for picture in pictures for box in picture.boxes}
-    handles = [key(color, f"{op} {_OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
-    handles += [key(IDLE_COLOR, "idle")] * any(picture.idle for picture in pictures)
-    return handles + [key(shade("F", 1, 2), "lighter: later layers")] * any(p.num_chunks > 1 for p in pictures)
-
-
-def chart_height_in(picture: SchedulePicture) -> float:
-    """The height of one chart with its title and its time axis."""
-    return 0.62 + _ROW_IN * picture.num_ranks
-
-
-def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: Amount | None = None) -> None:
-    """One chart by itself, with title, time axis and legend."""
-    draw_schedule(axes, picture, end_s)
-    axes.set_title(chart_title(picture) if title is None else title, fontsize=9.5)
-    axes.set_xlabel("simulated time")
-    legend_below(axes, legend_of([picture]))
-
-
-def legend_below(axes, handles: Sequence[Patch]) -> None:
-    """Put a chart's legend below its time axis."""
-    keys_below(axes, handles, 4.1, handlelength=1.2, columnspacing=1.2, handletextpad=0.5, fontsize=8.5)
+def chart_title(simulation: Simulation) -> str:
+    """What the chart shows, in one sentence: the bubble by both definitions."""
+    p, m = simulation.schedule.pp, simulation.schedule.num_micro_batches
+    return (
+        f"{simulation.schedule.name}, {p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}: "
+        f"bubble {percent(simulation.bubble_of_ideal)} of ideal time, {percent(simulation.bubble_of_total)} of total"
+    )
 
 
 @checked
@@ -253,18 +46,9 @@ def show_schedules(simulations: Sequence[Simulation]) -> None:
     """
     if not simulations:
         raise ValueError("there is no simulation to draw; give at least one simulate(schedule, costs)")
-    pictures = [schedule_picture(simulation) for simulation in simulations]
-    end_s = max(picture.end_s for picture in pictures)
-    heights = [chart_height_in(picture) for picture in pictures]
-    with style():
-        size = {"figsize": (FULL_WIDTH_IN, sum(heights) + 0.5), "dpi": dpi_of(pictures, end_s)}
-        figure, panels = plt.subplots(len(pictures), 1, squeeze=False, height_ratios=heights, **size)
-        for axes, picture in zip(panels[:, 0], pictures, strict=True):
-            draw_schedule(axes, picture, end_s)
-            axes.set_title(chart_title(picture), fontsize=9.5)
-        panels[-1, 0].set_xlabel("simulated time")
-        legend_below(panels[-1, 0], legend_of(pictures))
-        finish(figure)
+    stop_s = max(one.makespan_s for one in simulations)
+    charts = [schedule_chart(chart_title(one), one.schedule, one.rows, stop_s) for one in simulations]
+    show_charts("Pipeline schedules in simulated time", *charts)
 
 
 def warm_ups(simulation: Simulation) -> list[int]:
@@ -275,20 +59,177 @@ def warm_ups(simulation: Simulation) -> list[int]:
 
 @checked
 def show_warm_up(simulation: Simulation) -> None:
-    """Show a chart until its last rank has done its first backward, the forwards before each first backward framed."""
-    counts, rows = warm_ups(simulation), simulation.times
-    firsts_s = [row[count] for count, row in zip(counts, rows, strict=True)]
-    end_s = max(stop for _, stop in firsts_s)
-    picture = schedule_picture(simulation)
-    shown = replace(picture, boxes=[box for box in picture.boxes if box.stop_s <= end_s])
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(shown) + 0.5))
-        draw_schedule(axes, shown, end_s)
-        for rank, (count, row) in enumerate(zip(counts, rows, strict=True)):
-            start_s, stop_s = row[0][0], row[count - 1][1]
-            frame = Rectangle((start_s, rank - 0.46), stop_s - start_s, 0.92, fill=False, linewidth=1.4, zorder=5)
-            axes.add_patch(frame)
-        axes.set_title(f"{shown.name}: forwards before the first backward, by rank: {', '.join(map(str, counts))}")
-        axes.set_xlabel("simulated time")
-        legend_below(axes, legend_of([shown]))
-        finish(figure)
+    """Show a chart until its last rank has done its first backward, with each rank's forwards before it behind."""
+    counts = warm_ups(simulation)
+    end_s = max(row[count][1] for count, row in zip(counts, simulation.times, strict=True))
+    rows = [[span for span in row if span.stop_s <= end_s] for row in simulation.rows]
+    title = f"{simulation.schedule.name}: forwards before the first backward"
+    notes = {f"rank {rank}": f"{count} before" for rank, count in enumerate(counts)}
+    show_charts(title, replace(schedule_chart(title, simulation.schedule, rows, end_s), notes=notes))
+
+
+def message_arrows(simulation: Simulation) -> list[Arrow]:
+    """Return each message between two ranks, from the end of what made it to the start of what needed it."""
+    at = {one: (f"rank {rank}", span) for rank, row in enumerate(simulation.timed) for one, span in row}
+    return [
+        Arrow(at[need][0], at[need][1].stop_s, label, span.start_s)
+        for one, (label, span) in at.items()
+        for need in needs(one, simulation.schedule)
+        if at[need][0] != label
+    ]
+
+
+@checked
+def show_messages(simulation: Simulation, title: str) -> None:
+    """Show a simulated schedule as a chart, with an arrow for each message."""
+    chart = schedule_chart("simulated time (slots)", simulation.schedule, simulation.rows, simulation.makespan_s)
+    show_charts(title, replace(chart, title=title, arrows=message_arrows(simulation)))
+
+
+# ---------------------------------------------------------------- what ranks did
+
+
+def in_order(traces: Traces) -> list[list[Span]]:
+    """Return spans from as many ends as came before each to as many as have come with its own."""
+    ends = sorted(span.stop_s for trace in traces for span in trace)
+    return [
+        [replace(s, start_s=float(bisect(ends, s.start_s)), stop_s=float(bisect(ends, s.stop_s))) for s in trace]
+        for trace in traces
+    ]
+
+
+@checked
+def show_trace(schedule: Schedule, traces: Traces, title: str) -> None:
+    """Show in which order the ranks of a schedule computed what: a place for each end, whatever its seconds."""
+    rows = in_order(traces)
+    chart = schedule_chart("", schedule, rows, max(span.stop_s for row in rows for span in row))
+    show_charts(title, replace(chart, title=f"{title} (not time)"))
+
+
+def from_zero(schedule: Schedule, traces: Traces) -> list[list[Span]]:
+    """Return traces from the moment at which the first instruction of all began.
+
+    Raises   ValueError if there is not one trace for each rank, or all are empty
+    """
+    if len(traces) != schedule.pp or not any(traces):
+        raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
+    first_s = min(span.start_s for trace in traces for span in trace)
+    return [[replace(s, start_s=s.start_s - first_s, stop_s=s.stop_s - first_s) for s in trace] for trace in traces]
+
+
+def is_in_order(schedule: Schedule, traces: Traces) -> bool:
+    """Whether every rank executed its instructions in the order of the schedule."""
+    names = [[span.name for span in trace] for trace in traces]
+    return names == [[str(one) for one in row] for row in schedule.instructions]
+
+
+@checked
+def show_measured(simulation: Simulation, traces: Traces) -> None:
+    """Show what ranks did and when, above the simulated schedule on one axis; simulate with the measured costs.
+
+    Raises   ValueError as `from_zero`
+    """
+    schedule, rows = simulation.schedule, from_zero(simulation.schedule, traces)
+    measured_s = max(span.stop_s for row in rows for span in row)
+    order = "Executed in the order drawn" if is_in_order(schedule, traces) else "NOT executed in the order drawn"
+    titles = f"measured, {show_seconds(measured_s)}", f"simulated, {show_seconds(simulation.makespan_s)}"
+    stop_s = max(measured_s, simulation.makespan_s)
+    charts = [
+        replace(schedule_chart(title, schedule, of, stop_s), unit="seconds")
+        for title, of in zip(titles, (rows, simulation.rows), strict=True)
+    ]
+    show_charts(order, *charts)
+
+
+@checked
+def measured_costs(schedule: Schedule, traces: Traces) -> Costs:
+    """What to simulate a measured step with: for each stage the median seconds of its forwards and backwards.
+
+    A stage that ran only whole backwards gets half of their time for each part.
+    Raises   ValueError if a stage has no forward or no backward in the traces
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for trace in traces:
+        for span in trace:
+            one = read_instruction(span.name, span.rank, f"rank {span.rank}")
+            seconds.setdefault((one.op, one.stage), []).append(span.seconds)
+    medians = {key: median(values) for key, values in seconds.items()}
+    stages = range(schedule.num_stages)
+    missing = [s for s in stages if ("F", s) not in medians or not {("B", s), ("I", s)} & set(medians)]
+    if missing:
+        raise ValueError(f"stages {missing} have no forward or no backward in the traces; give those of a whole step")
+    input_s = [medians.get(("I", s), medians.get(("B", s), 0.0) / 2) for s in stages]
+    weight_s = [medians.get(("W", s), medians.get(("B", s), 0.0) - input_s[s]) for s in stages]
+    return Costs([medians["F", s] for s in stages], input_s, [max(seconds, 0.0) for seconds in weight_s])
+
+
+# ---------------------------------------------------------------- stages, what is in flight, bubble beside memory
+
+
+@checked
+def show_stages_of_model(
+    layers_of_stage: Sequence[int],
+    rank_of_stage: Sequence[int] | None = None,
+    parameters_of_rank: Sequence[float] = (),
+) -> None:
+    """Show which layers are where, with embedding and head; behind it the parameters of each rank, if given.
+
+    Without `rank_of_stage` stage s is on rank s.
+    Raises   ValueError if there is no stage, a negative number of layers, or not one rank for each stage
+    """
+    owners = list(range(len(layers_of_stage)) if rank_of_stage is None else rank_of_stage)
+    if not layers_of_stage or len(owners) != len(layers_of_stage) or min(layers_of_stage) < 0:
+        raise ValueError(
+            f"got {len(layers_of_stage)} stages with layers {list(layers_of_stage)} and {len(owners)} ranks; "
+            "give the layers of each stage, 0 or more, and the rank of each"
+        )
+    layers, boxes = sum(layers_of_stage), [[] for _ in range(1 + max(owners))]
+    boxes[owners[0]].append(Box(-2, 0, "embed", "embed"))
+    for stage, (rank, stop) in enumerate(zip(owners, accumulate(layers_of_stage), strict=True)):
+        own = range(stop - layers_of_stage[stage], stop)
+        boxes[rank] += [Box(layer, layer + 1, "layer", str(layer), 0.4 * (stage % 2)) for layer in own]
+    boxes[owners[-1]].append(Box(layers, layers + 2, "head", "head"))
+    ends = "rank 0 has both ends of the model" if owners[-1] == 0 else "embedding on the first, head on the last"
+    title = f"{layers} layers in {len(owners)} stages on {len(boxes)} ranks: {ends}"
+    rows = {f"rank {rank}": row for rank, row in enumerate(boxes)}
+    notes = {f"rank {rank}": f"{size / 1e9:.2f} billion" for rank, size in enumerate(parameters_of_rank)}
+    show_charts(title, Chart(title, rows, layers + 2, -2, "count", notes=notes, ground=True))
+
+
+@checked
+def peaks_of(simulation: Simulation) -> list[float]:
+    """Most micro-batches in flight at once on each rank; 1 is one micro-batch through all of the rank's layers."""
+    return [peak / simulation.schedule.v for peak in simulation.peak_live]
+
+
+@checked
+def show_live(simulation: Simulation) -> None:
+    """Show how many micro-batches' activations each rank keeps over time, from F to B or I; its peak at the right."""
+    end_s, peaks = simulation.makespan_s, peaks_of(simulation)
+    rows = {}
+    for rank, changes in enumerate(simulation.live):
+        stops = [at for at, _ in changes[1:]] + [end_s]
+        counts = [(start, stop, n / simulation.schedule.v) for (start, n), stop in zip(changes, stops, strict=True)]
+        rows[f"rank {rank}"] = [
+            Box(start, stop, "in flight", f"{n:.3g}", 0.8 * (1 - n / max(peaks)))
+            for start, stop, n in counts
+            if n and stop > start
+        ]
+    notes = {label: f"peak {peak:.3g}" for label, peak in zip(rows, peaks, strict=True)}
+    title = f"{simulation.schedule.name}: micro-batches in flight"
+    show_charts(title, Chart(title, rows, end_s, unit="count", notes=notes, ground=True))
+
+
+@checked
+def show_tradeoff(simulations: Sequence[Simulation]) -> None:
+    """Show the bubble of each schedule; behind it the most in flight on a rank, and the bubble without a barrier.
+
+    Raises   ValueError if there is no simulation
+    """
+    rows = {one.schedule.name: {"bubble": one.bubble_of_ideal} for one in simulations}
+    notes = {
+        one.schedule.name: f", {percent(one.bubble_of_ideal_back_to_back)} step to step; {max(peaks_of(one)):.3g} kept"
+        for one in simulations
+    }
+    title = "Bubble of ideal time, and micro-batches in flight on the fullest rank"
+    show_charts(title, bars(title, rows, "share", notes=notes))

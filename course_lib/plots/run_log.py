@@ -53,7 +53,7 @@ def run_rows(of_ranks: Mapping[int, Sequence[dict]]) -> RunRows:
     return RunRows(steps, seconds)
 
 
-def draw_run(figure, rows: RunRows, verdict: str) -> None:
+def draw_run(figure, rows: RunRows, finding: str) -> None:
     """Draw the four pictures into a figure."""
     (loss, speed), (memory, seconds) = figure.subplots(2, 2)
     longest, names = max(rows.steps.values(), key=len), list(rows.steps)
@@ -82,7 +82,7 @@ def draw_run(figure, rows: RunRows, verdict: str) -> None:
     seconds.invert_yaxis()
     seconds.set(title="Where a step's time goes", xlabel="seconds", ylabel="rank")
     seconds.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, fontsize=8)
-    figure.suptitle(verdict, fontsize=10)
+    figure.suptitle(finding, fontsize=10)
 
 
 @checked
@@ -94,6 +94,6 @@ def show_run(folder: str | Path) -> RunNow:
     now, rows = look(folder, _WINDOW), run_rows(read_run(folder))
     with style():
         figure = plt.figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
-        draw_run(figure, rows, now.verdict)
+        draw_run(figure, rows, now.finding)
         finish(figure)
     return now

@@ -107,12 +107,6 @@ def plain_rows(axes, names: list[str], least: float = -0.6, most: float = -0.4) 
     axes.set_ylim(len(names) + most, least)
 
 
-def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 9) -> None:
-    """Write a text so many points above the axes, centred at x, as the name of a line there."""
-    place = {"xycoords": ("data", "axes fraction"), "xytext": (0, points), "textcoords": "offset points"}
-    axes.annotate(text, (x, 1), ha="center", va="bottom", fontsize=fontsize, **place)
-
-
 def ground(color: str, pad: float = 1, alpha: Share = 1.0) -> dict:
     """The box behind a text that lies on something, as axes.text has it."""
     return {"facecolor": color, "edgecolor": "none", "pad": pad, "alpha": alpha}

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from string import ascii_lowercase
 
 from course_lib.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
-from course_lib.plots.style import ground, key, keys_below, panel_title, picture_axes, picture_panels, plain_rows, write
+from course_lib.panels.svg import bars
+from course_lib.plots.concepts import show_charts
+from course_lib.plots.style import ground, panel_title, picture_panels, plain_rows, write
 from course_lib.units import TIME_UNITS, show_seconds, time_unit_for
 from course_lib.validate import checked
 
@@ -204,21 +206,6 @@ def wrap_entries(entries: Sequence[str], columns: int = 124) -> list[str]:
 @checked
 def show_step_times(seconds: Mapping[str, tuple[float, float]], title: str) -> None:
     """Show modelled steps side by side: `{label: (seconds computing, seconds waiting for communication)}`."""
-    longest_s = max((sum(both) for both in seconds.values()), default=0.0)
-    if longest_s <= 0:
-        raise ValueError("no step takes time; give {label: (seconds computing, seconds waiting)}")
-    unit = time_unit_for(longest_s)
-    scale, waiting = TIME_UNITS[unit], {"hatch": "////", "edgecolor": "white"}
-    with picture_axes(1.3 + 0.34 * len(seconds)) as axes:
-        for row, (compute_s, comm_s) in enumerate(seconds.values()):
-            axes.barh(row, compute_s / scale, 0.66, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
-            place = {"left": compute_s / scale, "color": COMMUNICATION_COLOR, "linewidth": 0.8}
-            axes.barh(row, comm_s / scale, 0.66, **place, **waiting)
-            whole_s = compute_s + comm_s
-            text = f" {show_seconds(whole_s)}, {100 * comm_s / whole_s:.0f} % communication"
-            write(axes, whole_s / scale, row, text, "left")
-        plain_rows(axes, list(seconds))
-        axes.set(xlim=(0, longest_s / scale * 1.5), xlabel=f"modelled time of one step ({unit})")
-        handles = [key(COMPUTE_COLOR, "computing"), key(COMMUNICATION_COLOR, "waiting for communication", **waiting)]
-        keys_below(axes, handles, 4.2)
-        axes.set_title(title)
+    rows = {label: dict(zip(("computing", "waiting"), both, strict=True)) for label, both in seconds.items()}
+    notes = {label: f", {both[1] / sum(both):.0%} waiting" for label, both in seconds.items()}
+    show_charts(title, bars(title, rows, "seconds", notes=notes))

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from course_lib.schedules.instructions import OPS, Instruction, Schedule, from_lists, is_idle, words_of
-from course_lib.validate import Amount, checked
+from course_lib.validate import Index, checked
 
 SHOWN = 10  # problems in one error; the rest is counted
 
@@ -259,7 +259,7 @@ def chart_times(rows: Sequence[Sequence[str]], schedule: Schedule) -> tuple[tupl
 
 @checked
 def chart_problems(
-    chart: str, rank_of_stage: tuple[int, ...] | None = None, whole: bool = True, message_slots: Amount = 0
+    chart: str, rank_of_stage: tuple[int, ...] | None = None, whole: bool = True, message_slots: Index = 0
 ) -> list[str]:
     """Whether a chart can happen: a line a rank, a column a slot of time, "." idle, "-" goes on with what stands left.
 

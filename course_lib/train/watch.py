@@ -55,7 +55,7 @@ class RunNow:
     """All ranks' rows, what is to be seen in them, and whether the run has ended."""
 
     ranks: list[RankNow]
-    verdict: str
+    finding: str
     ended: bool
 
 
@@ -83,7 +83,7 @@ def look(folder: str | Path, window: Size = 20, now_s: Amount | None = None) -> 
     lines = read_run(folder, whole=False)
     ranks = [_rank_now(rank, of_rank, window, now_s) for rank, of_rank in lines.items()]
     own_s = [own_seconds(steps_of(of_rank)[-window:]) for of_rank in lines.values()]
-    return RunNow(ranks, verdict(ranks, own_s), all(one.state in _ENDED for one in ranks))
+    return RunNow(ranks, finding_of(ranks, own_s), all(one.state in _ENDED for one in ranks))
 
 
 def steps_of(lines: Sequence[dict]) -> list[dict]:
@@ -145,7 +145,7 @@ def state_of(line: dict) -> str:
         return "gone"
 
 
-def verdict(ranks: Sequence[RankNow], own_s: Sequence[Sequence[Amount]], factor: Positive = 1.2) -> str:
+def finding_of(ranks: Sequence[RankNow], own_s: Sequence[Sequence[Amount]], factor: Positive = 1.2) -> str:
     """Return in one sentence what to look at: an error, ranks that stopped, a run that stands still, a slow rank."""
     last = max(_done(one) for one in ranks)
     for state, what in WORDS.items():
@@ -189,7 +189,7 @@ COLUMNS = {
 
 @checked
 def run_table(run: RunNow) -> list[str]:
-    """Return the lines of a table, a row for each rank, with the verdict below it."""
+    """Return the lines of a table, a row for each rank, with the finding below it."""
     rows = [tuple(COLUMNS)]
     for one in run.ranks:
         cells = (
@@ -205,7 +205,7 @@ def run_table(run: RunNow) -> list[str]:
         )
         rows.append(cells)
     return ["".join(f"{cell:>{w}}" for cell, w in zip(row, COLUMNS.values(), strict=True)) for row in rows] + [
-        run.verdict
+        run.finding
     ]
 
 

@@ -11,9 +11,9 @@ from course_lib.authoring.lessons import (
     FEWEST_PICTURES,
     SECTIONS,
     code_lines,
+    count_words,
     imported_names,
     lesson_problems,
-    words_of,
 )
 from course_lib.authoring.links import chapters_of, second_reading
 
@@ -88,7 +88,7 @@ def test_a_folded_answer_is_no_problem(lesson):
 def test_lines_without_code_and_words_without_letters_do_not_count():
     assert code_lines('# a comment\n\ndef f():\n    """What it\n    does."""\n    return 1  # so') == 2
     assert imported_names("import a\nfrom b import c, d") == 3
-    assert words_of(new_notebook(cells=[new_markdown_cell("| one | 2 |\n|---|---|")])) == 1
+    assert count_words(new_notebook(cells=[new_markdown_cell("| one | 2 |\n|---|---|")])) == 1
 
 
 @pytest.mark.parametrize("name", chapters_of(ROOT / "notebooks"))

@@ -39,7 +39,7 @@ def test_the_korean_word_for_batch_stands_for_a_batch_and_another_for_a_layout(p
         assert not line.startswith("| layout") or "병렬화 구성" in line, line
 
 
-def words_of(path: Path) -> list[str]:
+def prose_of(path: Path) -> list[str]:
     """The lines of a module's docstrings, comments and other strings."""
     kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     with path.open("rb") as file:
@@ -57,14 +57,14 @@ def ledger_lines() -> list[str]:
 
 def test_the_package_says_neither_of_them_in_docstrings_comments_and_shown_texts():
     paths = sorted((ROOT / "course_lib").rglob("*.py"))
-    lines = [line for path in paths for line in words_of(path)] + ledger_lines()
+    lines = [line for path in paths for line in prose_of(path)] + ledger_lines()
     assert [line for line in lines if RANKS.search(line) or BANDWIDTH.search(line)] == []
 
 
 def test_docstrings_comments_and_strings_of_a_module_are_read_and_its_names_are_not(tmp_path):
     module = tmp_path / "module.py"
     module.write_text('"""A.\n\n1 / N of it.\n"""\nshare = 1 / N  # N - 1 others\nsaid = f"{share} of N ranks"\n')
-    found = [line.partition(": ")[2] for line in words_of(module) if RANKS.search(line)]
+    found = [line.partition(": ")[2] for line in prose_of(module) if RANKS.search(line)]
     assert [text.split(" of ")[0] for text in found[:2]] == ["1 / N", "# N - 1 others"] and len(found) == 3
 
 

@@ -56,7 +56,7 @@ def wrong(when_called: str = "pass", answers: str = ONE) -> str:
 PATCH = """import sys
 for name, module in list(sys.modules.items()):
     if name.startswith("course_lib.checks"):
-        for inner in [n for n in vars(module) if n in ("agree", "judge")]:
+        for inner in [n for n in vars(module) if n in ("agree", "message_for")]:
             setattr(module, inner, lambda *args, **kwargs: None)"""
 PATCH_APART = """from course_lib.checks import apart, core, plain, table
 for module in (apart, core, table):

@@ -13,7 +13,7 @@ from harness import EXHAUSTIVE
 from test_exercises import EXERCISES, definitions, grader_of
 
 from course_lib.checks.core import CheckFailed
-from course_lib.checks.table import Exercise, judge, observe, pairs
+from course_lib.checks.table import Exercise, message_for, observe, pairs
 
 pytestmark = pytest.mark.launches
 
@@ -40,7 +40,7 @@ def problems(ex: Exercise, seed: int) -> list[str]:
     right = [definitions(path)[name], *([ex.right] if ex.right else [])]
     want, *seen = observe(ex, [ex.reference, *right, *(answer for _, answer in wrong)], cases)
     wants_told = [*[None] * len(right), *(message for message, _ in wrong)]
-    told = [judge(ex, cases, want, got, lambda: seen[len(right) :]) for got in seen]
+    told = [message_for(ex, cases, want, got, lambda: seen[len(right) :]) for got in seen]
     return [
         f"{message} -> {said or 'passed'}"
         for message, said in zip(wants_told, told, strict=True)

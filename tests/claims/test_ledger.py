@@ -22,12 +22,27 @@ from course_lib.claims import (
     meets,
     recompute,
     texts_of,
-    verdict_problem,
 )
 from course_lib.claims.recompute import TOLD
 from course_lib.hardware import gpu
 
 BY_SOURCE_ALONE = {"C008", "C092", "C147", "C164", "C174", "C223", "C243"}  # facts that no formula gives
+
+
+def verdict_problem(claim: Claim) -> str:
+    """Why a claim's verdict is not what its computation gives; nothing if it is."""
+    found = recompute(claim)
+    if found is None:
+        return ""
+    should_hold = {"right": (True, True), "wrong": (False, True)}.get(claim.verdict, (True, False))
+    for holds, should, arguments, values in (
+        (found.holds, should_hold[0], claim.arguments, found.values),
+        (found.other_holds, should_hold[1], claim.otherwise, found.other),
+    ):
+        if holds is not None and holds is not should:
+            said = "is" if holds else "is not"
+            return f"{claim.id} is {claim.verdict}, but with {arguments} {claim.stated} {said} met by {values}"
+    return ""
 
 
 @pytest.mark.parametrize("claim", ledger(), ids=lambda claim: claim.id)

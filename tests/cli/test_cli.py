@@ -55,14 +55,14 @@ def test_the_doctor_says_no_where_ranks_do_not_start(machine, monkeypatch, capsy
 def test_a_verdict_tells_memory_cores_and_gpus(machine):
     chapter = doctor.Chapter("03_data_parallel", 4, "ranks use NCCL", memory_bytes=3 << 30)
     small = replace(machine, memory_bytes=1 << 30, gpus=[])
-    assert doctor.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
+    assert doctor.can_run(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
     large = replace(machine, memory_bytes=8 << 30, cores=2, gpus=[GPU])
-    assert doctor.verdict(chapter, large) == (True, "on up to 4 CPU ranks (gloo), sharing 2 cores")
+    assert doctor.can_run(chapter, large) == (True, "on up to 4 CPU ranks (gloo), sharing 2 cores")
     larger = "larger ones on up to 4 CPU ranks (gloo), sharing 2 cores"
     two = f"launches of up to 2 ranks with 2 GPUs: ranks use NCCL; {larger}"
-    assert doctor.verdict(chapter, replace(large, gpus=[GPU] * 2)) == (True, two)
-    assert doctor.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
-    assert doctor.verdict(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
+    assert doctor.can_run(chapter, replace(large, gpus=[GPU] * 2)) == (True, two)
+    assert doctor.can_run(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
+    assert doctor.can_run(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
 
 
 def test_the_doctor_knows_every_chapter_and_no_other():
@@ -163,8 +163,8 @@ def test_the_doctor_knows_what_a_chapter_imports_beside_the_packages_of_the_cour
 def test_a_chapter_whose_package_is_missing_does_not_run(machine):
     chapter = next(chapter for chapter in doctor.CHAPTERS if chapter.needs == ("transformers",))
     without = replace(machine, packages=machine.packages | {"transformers": None})
-    assert doctor.verdict(chapter, without) == (False, "needs transformers, not installed: pip install transformers")
-    assert doctor.verdict(chapter, replace(machine, memory_bytes=8 << 30))[0]
+    assert doctor.can_run(chapter, without) == (False, "needs transformers, not installed: pip install transformers")
+    assert doctor.can_run(chapter, replace(machine, memory_bytes=8 << 30))[0]
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ def test_once_prints_the_table_and_as_json_the_numbers(tmp_path, capsys):
     assert len(lines) == 4 and lines[-1].startswith("rank 1 is slow: it computes 3.0 times")
     assert cli.main(["watch", str(tmp_path), "--once", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [one["step"] for one in told["ranks"]] == [2, 2] and told["verdict"] == lines[-1] and not told["ended"]
+    assert [one["step"] for one in told["ranks"]] == [2, 2] and told["finding"] == lines[-1] and not told["ended"]
 
 
 def test_the_table_is_renewed_until_the_run_has_ended(tmp_path, capsys, monkeypatch):

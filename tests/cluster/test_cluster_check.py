@@ -54,7 +54,7 @@ def slowly(function, when=lambda *arguments: True):
 
 def test_healthy_ranks_have_no_fault_and_every_axis_collective_and_pair_a_row(tmp_path):
     report = launch(check_with, 4, None, str(tmp_path), quiet=True)[0]
-    assert report.faults == () and report.verdict == "verdict: nothing wrong was found"
+    assert report.faults == () and report.finding == "found: nothing wrong"
     kinds = [row.kind for row in report.rows]
     names = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
     assert all(kinds.count(f"{axis} {name}") == 2 for axis in ("dp", "tp") for name in names)
@@ -228,7 +228,7 @@ def test_under_torchrun_it_prints_a_table_a_verdict_and_exits_by_it(tmp_path):
     done = subprocess.run([*command, "--slower-than", "1000"], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 ranks on 1 host, gloo, cpu; layout tp=2; messages of 1 MB" in done.stdout
-    assert done.stdout.endswith("verdict: nothing wrong was found\n")
+    assert done.stdout.endswith("found: nothing wrong\n")
     done = subprocess.run(
         [*command, "--slower-than", "0.001", "--json"], capture_output=True, text=True, timeout=200, cwd=ROOT
     )

@@ -72,6 +72,13 @@ def test_an_engine_is_a_record_that_can_be_changed():
         estimate(run, CLUSTER, "colossal")
 
 
+def test_fp8_is_refused_where_a_gpu_has_no_units_for_it():
+    run, old = replace(a_run(), fp8=True), Cluster(gpu("a100-80"), link("nvlink3"), link("ib-hdr200"))
+    assert estimate(run, CLUSTER).step_s < estimate(a_run(), CLUSTER).step_s
+    with pytest.raises(ValueError, match="has no fp8 units; choose from fp32, tf32, fp16, bf16"):
+        estimate(run, old)
+
+
 def test_nanotron_counts_a_tied_embedding_twice_in_a_pipeline():
     tied = preset("playbook-3b")
     shares = {}

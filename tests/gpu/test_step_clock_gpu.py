@@ -35,5 +35,5 @@ def test_the_slow_rank_is_named(layout, tmp_path, record):
     backend = "nccl" if each else "shared-gpu"
     launch(train_with_a_slow_rank, 2, str(tmp_path), layout, each, backend=backend)
     run = watch.look(tmp_path)
-    record(layout=str(layout), backend=backend, own_s=[one.own_s for one in run.ranks], verdict=run.verdict)
-    assert run.verdict.startswith("rank 1 is slow: ")
+    record(layout=str(layout), backend=backend, own_s=[one.own_s for one in run.ranks], finding=run.finding)
+    assert run.finding.startswith("rank 1 is slow: ")

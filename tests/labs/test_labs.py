@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from course_lib.cli import commands
-from course_lib.labs import LABS, Machine, form, lab_named, sheet
+from course_lib.labs import LABS, Nodes, form, lab_named, sheet
 from course_lib.labs.measure import SUMS, on_gpus, run_lab
 from course_lib.labs.sheet import PORT, compare, launch_lines, modelled, modelled_sent, modelled_sums, published_shares
 from course_lib.launch import launch
@@ -67,14 +67,14 @@ def test_the_sheets_in_docs_are_those_of_the_table(chapter):
 
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_lab_12_shows_that_tp_must_not_cross_the_network(per_node):
-    lab, cluster = LABS["12"], Machine(2, per_node).cluster()
+    lab, cluster = LABS["12"], Nodes(2, per_node).cluster()
     inside, across = (modelled(lab, layout, cluster) for layout in lab.layouts_on(2 * per_node))
     assert across.step_s > 1.2 * inside.step_s
     assert across.seconds_by_part["tp"] > 5 * inside.seconds_by_part["tp"] and across.memory_bytes < 40e9
 
 
 def test_every_launch_line_starts_as_many_ranks_of_the_lab():
-    lab, machine = LABS["05"], Machine(2, 4)
+    lab, machine = LABS["05"], Nodes(2, 4)
     lines = {way: shlex.split(line) for way, line in launch_lines(lab, machine).items()}
     assert all(words[-5:] == ["-m", "course_lib.labs", "05", "--out", "lab05.json"] for words in lines.values())
     of_torchrun = [words[1:] for words in lines.values() if words[0] == "torchrun"]
@@ -88,7 +88,7 @@ def test_every_launch_line_starts_as_many_ranks_of_the_lab():
 
 def of_gpus(lab, speed=1.0, memory=1.0) -> dict:
     """What four GPUs would have measured, as factors on what is predicted."""
-    cluster = Machine(2, 2).cluster()
+    cluster = Nodes(2, 2).cluster()
     runs = []
     for layout in lab.layouts_on(4):
         one = modelled(lab, layout, cluster)
@@ -100,11 +100,11 @@ def of_gpus(lab, speed=1.0, memory=1.0) -> dict:
 
 
 def test_sums_are_modelled_as_slow_as_published_ones_and_the_form_says_which_are_outside():
-    told = modelled_sums(Machine(1, 8), 256 * 10**6)
+    told = modelled_sums(Nodes(1, 8), 256 * 10**6)
     least, most = published_shares()
     assert 0.5 < least < most < 1  # no published collective reaches what links and latencies allow
     fast_s, slow_s = told["backend"]["step_s"]
-    modelled_s = collective_s("all_reduce", 256 * 10**6, 8, Machine(1, 8).cluster())
+    modelled_s = collective_s("all_reduce", 256 * 10**6, 8, Nodes(1, 8).cluster())
     assert (fast_s, slow_s) == pytest.approx((modelled_s, modelled_s / least))
     assert told["through rank 0"]["step_s"][0] > 5 * told["ring by hand"]["step_s"][0] > 0
     assert [one["sent_bytes"] for one in told.values()] == [7 * 256 * 10**6, 448 * 10**6, 448 * 10**6]
@@ -118,7 +118,7 @@ def test_sums_are_modelled_as_slow_as_published_ones_and_the_form_says_which_are
 
 
 def test_a_lab_of_one_gpu_takes_one_of_the_machine():
-    text = sheet(LABS["01"], Machine(2, 4))
+    text = sheet(LABS["01"], Nodes(2, 4))
     assert "1 node with 1 GPU, for" in text and "on 1 node of 1 H100" in text and "--multi_gpu" not in text
 
 
@@ -159,7 +159,7 @@ def test_a_lab_under_an_engine_writes_the_file_and_prints_the_form(tmp_path, eng
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    line = launch_lines(lab, Machine(1, lab.ranks[0]))[f"{engine}, on each node with its own {FLAGS[engine]}"]
+    line = launch_lines(lab, Nodes(1, lab.ranks[0]))[f"{engine}, on each node with its own {FLAGS[engine]}"]
     line = line.replace("FIRST-NODE", "127.0.0.1").replace(str(PORT), str(port)).replace(f"lab{chapter}.json", str(out))
     program, *words = shlex.split(line)
     done = subprocess.run(

@@ -5,25 +5,21 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.ch08.nccl_order import recorded_calls, replay
+from course_lib.checks.ch08.pipeline_schedules import lists_of
 from course_lib.compare.record import on_ranks
 from course_lib.compare.trials import PIPELINE_CONFIG, as_pipeline, pipeline_micro_batches
 from course_lib.launch import RankError, launch
 from course_lib.minimal.one_f_one_b import PipelineRank, SplitRank, afab, naive, one_f_one_b
 from course_lib.model import build
-from course_lib.schedules import make
 
 launches = pytest.mark.launches
 BUILDERS = {"naive": naive, "afab": afab, "1f1b": one_f_one_b}
 
 
-def words_of(name, p, m):
-    return [[f"{one.op}{one.micro_batch}" for one in row] for row in make(name, p, m).instructions]
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 5), (4, 2), (4, 4), (4, 9), (7, 12)])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_lists_are_those_of_the_package(name, p, m):
-    assert BUILDERS[name](p, m) == words_of(name, p, m)
+    assert BUILDERS[name](p, m) == lists_of(name, p, m)
 
 
 class StartsAlone(PipelineRank):
@@ -48,7 +44,7 @@ def calls_of_steps(rank_class, lists_of_steps):
 @launches
 def test_no_list_of_the_lesson_waits_for_ever_in_the_order_of_nccl():
     sizes = [(make_lists(4, m), m) for make_lists in BUILDERS.values() for m in (1, 2, 6)]
-    split = [(words_of(name, 4, 6), 6) for name in ("zb_h1", "zb_h2")]
+    split = [(lists_of(name, 4, 6), 6) for name in ("zb_h1", "zb_h2")]
     for rank_class, steps in ((PipelineRank, sizes), (SplitRank, split)):
         for calls in zip(*launch(calls_of_steps, 4, rank_class, steps), strict=True):
             rounds, stuck = replay(calls)
@@ -91,7 +87,7 @@ class WTwice(SplitRank):
 @launches
 @pytest.mark.parametrize(
     ("wrong", "lists"),
-    [(NotDivided, afab(2, 3)), (OldestLast, one_f_one_b(4, 4)), (WTwice, words_of("zb_h1", 2, 3))],
+    [(NotDivided, afab(2, 3)), (OldestLast, one_f_one_b(4, 4)), (WTwice, lists_of("zb_h1", 2, 3))],
 )
 def test_a_planted_bug_differs_from_one_process(wrong, lists):
     assert on_ranks(wrong, as_pipeline, len(lists), lists=lists, backend="gloo").difference > 1e-6
@@ -99,6 +95,6 @@ def test_a_planted_bug_differs_from_one_process(wrong, lists):
 
 @launches
 def test_a_missing_half_is_named():
-    without_w = [[word for word in row if word[0] != "W"] for row in words_of("zb_h1", 2, 2)]
+    without_w = [[word for word in row if word[0] != "W"] for row in lists_of("zb_h1", 2, 2)]
     with pytest.raises(RankError, match="run B, or I and W"):
         on_ranks(SplitRank, as_pipeline, 2, lists=without_w, backend="gloo")

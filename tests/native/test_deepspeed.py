@@ -13,6 +13,7 @@ from course_lib import model
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
+from course_lib.memory.zero import Offload
 from course_lib.plan import config_files
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import data, loss_of
@@ -33,7 +34,7 @@ RUNS = {
     "stage 3, all on the host": {
         "stage": 3,
         "sizes": UNSHARDED_NONE,
-        "offload": config_files.OffloadTo(optimizer="cpu", parameters="cpu"),
+        "offload": Offload("host", "host"),
     },
 }
 
@@ -130,13 +131,15 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    offload = config_files.OffloadTo("nvme", "cpu", "/disk")
+    offload = Offload("disk", "host")
     sizes = {
         "reduce_bucket_size": 1000,
         "stage3_prefetch_bucket_size": 20,
         "stage3_param_persistence_threshold": 30,
     }
-    written = config_files.deepspeed(3, 2, accumulation_steps=8, clip_norm=0.5, offload=offload, sizes=sizes)
+    written = config_files.deepspeed(
+        3, 2, accumulation_steps=8, clip_norm=0.5, offload=offload, nvme_path="/disk", sizes=sizes
+    )
     read = DeepSpeedConfig(str(config_files.write(written, tmp_path / "zero3.json")))
     zero = read.zero_config
     assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 8)

@@ -15,19 +15,33 @@ import torch
 from course_lib.authoring import ROOT
 from course_lib.config import preset
 from course_lib.estimate import estimate
+from course_lib.float_formats import FORMATS
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout, capacity_of
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import OPTIMIZERS, count_parameters
+from course_lib.minimal.eight_bits import quantized
 from course_lib.model.moe import keep, limit_groups
 from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
 from course_lib.panels.game import GAME, JOBS, job_of_day, layout_for, listed
 from course_lib.panels.kernel import TILES
-from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
+from course_lib.panels.one_gpu import (
+    BLOCKS,
+    COMPARED,
+    MEMORY,
+    OPTIMIZER,
+    PRECISION,
+    RECOMPUTE,
+    SCALED,
+    SCALES,
+    SHOWN,
+    add,
+    beside,
+)
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
@@ -42,8 +56,8 @@ from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, popu
 PANELS = {
     panel.title: panel
     for panel in (
-        COLLECTIVE, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, OVERLAP, runs.ZERO, runs.TENSOR, runs.TENSOR_SEQUENCE,
-        runs.CONTEXT, runs.LAYOUT, runs.PLAN, PIPELINE, PUZZLE, EXPERTS,
+        COLLECTIVE, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES, OVERLAP, runs.ZERO, runs.TENSOR,
+        runs.TENSOR_SEQUENCE, runs.CONTEXT, runs.LAYOUT, runs.PLAN, PIPELINE, PUZZLE, EXPERTS,
         RING, GAME, TILES,
     )
 }  # fmt: skip
@@ -232,6 +246,19 @@ def test_precision_says_what_is_swallowed_and_what_underflows():
     assert "bf16: 1 + 0.0009995 gives 1, the update is swallowed." in said()
     assert "fp16: 1 + 0 gives 1, the update underflows to zero." in said(update=1e-8)
     assert "overflows" in said(weight=1e5, update=1.0) and "fp16: 0 + 0.001" in said(weight=1e-8)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_one_scale_stores_what_the_lesson_s_rounding_does(name):
+    numbers, outliers = ([value for _, value in control.options] for control in SCALES.controls.values())
+    for number, outlier in [(n, o) for n in numbers for o in outliers]:
+        block = torch.tensor([[number, outlier]], dtype=torch.float64)
+        assert beside(name, number, outlier) == pytest.approx(quantized(block, FORMATS[name])[0, 0].item(), rel=1e-12)
+
+
+def test_one_scale_says_what_int8_loses_beside_an_outlier_and_e4m3_does_not():
+    said = SCALES.answer(number=1.0, outlier=1000.0).said
+    assert "int8 becomes 0" in said and re.search(r"fp8 e4m3 off by [0-6]\.\d%", said), said
 
 
 def test_recomputed_blocks_keep_their_input_alone_and_the_last_to_be_reached_is_the_fullest():

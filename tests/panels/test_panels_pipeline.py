@@ -10,8 +10,8 @@ from course_lib.panels.pipeline import (
     RANKS,
     SLOTS,
     cells_of,
-    judge_chart,
     press,
+    shown_chart,
 )
 from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
 from course_lib.schedules.simulator import Costs, text_chart
@@ -66,7 +66,7 @@ def charts_of(name: str, message: int) -> str:
 @pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1", "zb_h2"])
 def test_a_schedule_of_the_clock_is_right_and_has_its_slots(name, message):
     clocked = simulate(make(name, RANKS, MICRO_BATCHES), Costs(1.0, 1.0, 1.0, message))
-    (lanes, slots), said = judge_chart(text_chart(clocked), message)
+    (lanes, slots), said = shown_chart(text_chart(clocked), message)
     assert said.startswith(f"Complete and right: {clocked.makespan_s:g} slots, ")
     drawn = [[(box.start, box.stop) for box in row] for row in lanes.rows.values()]
     assert drawn == [list(row) for row in clocked.times]
@@ -74,7 +74,7 @@ def test_a_schedule_of_the_clock_is_right_and_has_its_slots(name, message):
 
 
 def test_a_message_takes_a_slot_so_that_a_chart_without_messages_is_told_its_first_column():
-    said = judge_chart(charts_of("1f1b", 0), 1)[1]
+    said = shown_chart(charts_of("1f1b", 0), 1)[1]
     assert said.startswith(
         "Not possible yet. column 1: rank 1 runs F0@1, which needs F0@0 of rank 0; that is done only"
     )
@@ -82,11 +82,11 @@ def test_a_message_takes_a_slot_so_that_a_chart_without_messages_is_told_its_fir
 
 
 def test_slots_and_memory_stand_beside_1f1b_and_zb_h1():
-    (_, slots), said = judge_chart(charts_of("zb_h2", 1), 1)
+    (_, slots), said = shown_chart(charts_of("zb_h2", 1), 1)
     assert list(slots.rows) == ["yours", "1F1B", "ZB-H1"]
     assert "17 slots, a rank keeps 4, 4, 4 micro-batches." in said
     assert "9 fewer than 1F1B, which keeps 3, 2, 1. That is 5 fewer than ZB-H1, which keeps 3, 3, 3." in said
-    assert "as many as 1F1B" in judge_chart(charts_of("1f1b", 0), 0)[1]
+    assert "as many as 1F1B" in shown_chart(charts_of("1f1b", 0), 0)[1]
 
 
 def test_what_the_lesson_asks_for_can_be_placed():
@@ -101,12 +101,12 @@ def test_what_the_lesson_asks_for_can_be_placed():
 
 
 def test_a_beginning_is_no_mistake_and_tells_what_is_left():
-    (lanes, _), said = judge_chart("f0 F1\n. . F0 I0\n.", 1)
+    (lanes, _), said = shown_chart("f0 F1\n. . F0 I0\n.", 1)
     assert "column 3: rank 1 runs I0@1, but B0@2 of rank 2 is nowhere before it." in said
     assert [[(b.part[0], b.start) for b in row] for row in lanes.rows.values()] == [
         [("F", 0), ("F", 1)], [("F", 2), ("I", 3)], [],
     ]  # fmt: skip
-    said = judge_chart("F0 F1\n. . F0\n. . . . F0 I0", 1)[1]
+    said = shown_chart("F0 F1\n. . F0\n. . . . F0 I0", 1)[1]
     assert said.startswith("Good so far. Still to place: rank 0: B0 B1 F2 B2 F3 B3; rank 1: B0 F1")
     assert "rank 2: W0 F1 B1" in said
 
@@ -123,7 +123,7 @@ def test_a_beginning_is_no_mistake_and_tells_what_is_left():
     ],
 )
 def test_a_mistake_is_told_with_its_place(chart, said):
-    assert judge_chart(chart, 0)[1].startswith("Not possible yet. ") and said in judge_chart(chart, 0)[1]
+    assert shown_chart(chart, 0)[1].startswith("Not possible yet. ") and said in shown_chart(chart, 0)[1]
 
 
 def test_what_cannot_be_read_is_told_without_a_picture():

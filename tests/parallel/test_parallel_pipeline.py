@@ -198,7 +198,7 @@ def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
 
 def expected_records(case, pp, rank):
     owners, sizes = case.schedule(pp).rank_of_stage, [x.numel() * D * 8 for x, _ in micro_batches(case.m)]
-    expected = Counter({("broadcast", 8, pp): 1})
+    expected = Counter({("all_reduce", 8, pp): 1})
     for lower, upper in pairwise(owners):
         if lower != upper and rank in (lower, upper):
             for size in sizes:  # activations up, gradients down

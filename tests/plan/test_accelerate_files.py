@@ -9,6 +9,7 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
+from course_lib.memory.zero import Offload
 from course_lib.plan import config_files
 
 TWO_MACHINES = {"machines": 2}
@@ -69,7 +70,8 @@ def test_deepspeeds_file_holds_what_was_chosen():
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=None,
-        offload=config_files.OffloadTo("nvme", "cpu", "/disk"),
+        offload=Offload("disk", "host"),
+        nvme_path="/disk",
         sizes={"reduce_bucket_size": 10, "stage3_prefetch_bucket_size": 20, "stage3_param_persistence_threshold": 0},
     )
     assert config == json.loads(json.dumps(config)) == yaml.safe_load(yaml.safe_dump(config))
@@ -92,7 +94,6 @@ def test_stages_have_the_keys_that_they_use():
 
 
 DEEPSPEED, YAML, FSDP2 = config_files.deepspeed, config_files.accelerate_deepspeed_file, config_files.accelerate_fsdp2
-OffloadTo = config_files.OffloadTo
 
 
 @pytest.mark.parametrize(
@@ -103,12 +104,15 @@ OffloadTo = config_files.OffloadTo
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 0}, "micro_batch_size is 0"),
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "precision": "fp8"}, "choose from fp32, bf16, fp16"),
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "clip_norm": -1.0}, "clip_norm is -1.0"),
-        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo(None, "cpu")}, "only stage 3 has"),
-        (DEEPSPEED, {"stage": 0, "micro_batch_size": 1, "offload": OffloadTo("cpu")}, "choose stage 1, 2 or 3"),
-        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo("nvme", None, "/d")}, "needs stage 3"),
-        (OffloadTo, {"optimizer": "nvme"}, "nvme_path is missing"),
-        (OffloadTo, {"parameters": "disk"}, "choose from cpu, nvme"),
-        (OffloadTo, {"nvme_path": "/d"}, "no device is"),
+        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": Offload("device", "host")}, "only stage 3 has"),
+        (DEEPSPEED, {"stage": 0, "micro_batch_size": 1, "offload": Offload("host")}, "choose stage 1, 2 or 3"),
+        (
+            DEEPSPEED,
+            {"stage": 2, "micro_batch_size": 1, "offload": Offload("disk"), "nvme_path": "/d"},
+            "needs stage 3",
+        ),
+        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "offload": Offload("disk")}, "nvme_path is ''"),
+        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "nvme_path": "/d"}, "nvme_path is '/d'"),
         (YAML, {"deepspeed_json": "a.json", "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
         (FSDP2, {"wrap": "Block", "num_processes": 8}, "wrap is 'Block'; give a list"),
         (FSDP2, {"wrap": [], "num_processes": 8}, "list of class names"),

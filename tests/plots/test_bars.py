@@ -20,6 +20,7 @@ from course_lib.run import Run
 from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
 from course_lib.traffic.synthetic_routing import synthetic_routing
 from course_lib.train.watch import read_run
+from course_lib.units import show_bytes
 
 TOY, MOE = preset("toy"), preset("toy-moe")
 
@@ -74,14 +75,9 @@ def test_a_budget_bar_adds_up_to_the_budget():
 
 
 def test_a_budget_equal_to_the_limit_fits_and_one_byte_more_does_not():
-    assert [memory.verdict(total, [100]) for total in (100, 101)] == ["\nfits", "\nout of memory"]
-    assert memory.verdict(101, [100, 101, 200]) == "\nfits 2 of 3" and memory.verdict(5, []) == ""
-    assert memory.verdict(9, [1, 2]) == "\nout of memory on all"
-
-
-def test_limits_that_coincide_become_one_line_and_labels_that_would_touch_go_up():
-    assert memory.merge_limits({"A": 100, "B": 101, "C": 150}) == [("A, B", 100), ("C", 150)]
-    assert memory.label_levels([(10, "x" * 10), (11, "x" * 10), (90, "x" * 10)], 100) == [0, 1, 0]
+    assert [memory.room_text(total, [100]) for total in (100, 101)] == [", fits", ", out of memory"]
+    assert memory.room_text(101, [100, 101, 200]) == ", fits 2 of 3" and memory.room_text(5, []) == ""
+    assert memory.room_text(9, [1, 2]) == ", out of memory on all"
 
 
 def test_a_step_gains_against_the_one_above():
@@ -98,37 +94,27 @@ def test_a_comparison_leaves_out_what_is_empty_and_words_its_error(shown):
     assert [comparison.error_text(e) for e in (0.0, 0.001, 2.5)] == ["exact", "under 0.005 % off", "+2.50 %"]
 
 
-# ---------------------------------------------------------------- costs of a layout
-
-
-def test_a_column_is_a_ranks_budget_or_what_was_simulated():
-    of_ranks = budgets(Run(preset("llama-3.1-8b"), Layout(pp=4, micro_batches=8), 4096))
-    assert five_d_costs.kinds_of_ranks(of_ranks) == [memory.kinds_of(rank) for rank in of_ranks]
-    ranks = [SimpleNamespace(peak_by_kind={"parameters": 5, "free": 7})] * 2
-    assert five_d_costs.kinds_of_ranks(SimpleNamespace(ranks=ranks)) == [{"parameters": 5}] * 2
-    bars = [{"parameters": 900, "logits": 9}, {"parameters": 500, "optimizer": 10}]
-    assert five_d_costs.visible_kinds(bars) == ["parameters", "optimizer"]  # 1 % of 909 are 9.09
-
-
-def test_bytes_and_seconds_are_drawn_in_order_and_nothing_that_is_zero(shown):
-    sent = {"world": 4, "data": 6_000, "tp": 2_000, "pp": 0}
-    assert list(five_d_costs.sent_rows(sent).items()) == [("tp", 2_000), ("data", 6_000), ("world", 4)]
-    five_d_costs.show_costs(sent, {"compute": 3.0, "tp": 0.0, "bubble": 1.0})
-    titles = [panel.get_title("left") for panel in shown[0].axes]
-    assert titles == ["8.00 KB sent in a step, 75 % over data", "4.00 s modelled, 75 % computing"]
-    assert [bar.get_width() for bar in shown[0].axes[1].patches] == [3.0, 1.0]
-    with pytest.raises(ValueError, match=r"axes \['dp'\] are unknown"):
-        five_d_costs.sent_rows({"dp": 3})
+def test_bars_say_what_they_add_up_to_and_what_fits(capsys):
+    memory.show_budgets({"a": {"parameters": 5}, "b": {"gathered": 4, "logits": 5}}, {"GPU": 7}, "Two")
+    assert capsys.readouterr().out == "Picture: Two. a 5.00 B, fits; b 9.00 B, out of memory.\n"
+    five_d_costs.show_costs({"data": 6_000, "tp": 2_000}, {"compute": 3.0, "bubble": 1.0})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "8.00 KB sent by one rank in a step, 75% over data: sent 8.00 KB." in said
+    assert "4.00 s modelled, 75% computing: step 4.00 s." in said
+    of_ranks = budgets(Run(preset("llama-3.1-8b"), Layout(pp=2, micro_batches=2), 4096))
+    five_d_costs.show_pipeline_memory(of_ranks, [], "Two ranks")
+    assert f"pp 1 {show_bytes(of_ranks[1].total_bytes, 'GB')}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no bar to draw"):
+        memory.show_budgets({}, title="None")
 
 
 # ---------------------------------------------------------------- experts
 
 
-def test_a_load_is_what_is_computed_and_what_is_dropped(shown):
+def test_a_load_is_what_is_computed_and_what_is_dropped(capsys):
     experts.show_load([10, 30, 20, 0], 20)
-    heights = [bar.get_height() for bar in shown[0].axes[0].patches]
-    assert heights == [10, 20, 20, 0, 10]
-    assert shown[0].axes[0].get_title("left") == "The most loaded of 4 experts computes 1.33 times the mean load"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("Picture: The most loaded of 4 experts computes 1.33 times the mean load.")
     with pytest.raises(ValueError, match="is empty"):
         experts.show_load([0, 0])
 
@@ -246,7 +232,7 @@ def test_the_picture_has_four_panels_with_these_numbers(tmp_path, shown):
         run_logs.write(tmp_path, rank, run_logs.steps(rank, 5, own_s=0.3 if rank == 2 else 0.1))
     run = show_run(tmp_path)
     loss, speed, panel, seconds = shown[0].axes
-    assert shown[0].get_suptitle() == run.verdict and "rank 2 is slow" in run.verdict
+    assert shown[0].get_suptitle() == run.finding and "rank 2 is slow" in run.finding
     assert list(loss.lines[0].get_ydata()) == [5.0, 4.9, 4.8, 4.7, 4.6]
     assert [line.get_label() for line in speed.lines] == [f"rank {rank}" for rank in range(4)]
     assert [bar.get_height() for bar in panel.patches] == pytest.approx([200] * 4, rel=1e-6)

@@ -14,6 +14,7 @@ from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
+from course_lib.float_formats import FORMATS
 from course_lib.hardware import LINKS, Cluster, gpu
 from course_lib.launch import launch
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
@@ -122,6 +123,11 @@ def float_formats() -> list[str]:
     return [facts.format(info) for info in infos]
 
 
+def eight_bit_formats() -> list[str]:
+    facts = "largest {0.largest:,.0f} · smallest {0.smallest:.2g} · after 1 comes 1 + {0.epsilon:g}"
+    return [facts.format(FORMATS[name]) for name in ("fp8 e4m3", "fp8 e5m2", "fp4 e2m1")]
+
+
 def kept_bytes() -> list[float]:
     """Of a block of 1,024 tokens without recomputation, with selective, with full."""
     terms = block_terms(PASS_CONFIG, 256, "standard", "fp32")
@@ -197,6 +203,10 @@ SAID = {
     "zero_stages": [f"{zero_bytes_per_parameter(s, 4, optimizer_bytes=12):.4g} bytes per parameter" for s in range(4)],
     "flat_shards": flat_shards(),
     "float_formats": float_formats(),
+    "eight_bit_formats": eight_bit_formats(),
+    "scale_blocks": [f"{bits} bits{more} per element" for bits, more in (
+                     (8, ""), (8, " + 32/K"), (round(8 + 32 / 128**2, 3), ""), (8 + 32 / 128, ""),
+                     (8 + 8 / 32, f" (FP4: {4 + 8 / 32})"), (4 + 8 / 16, ""))],
     "numbers": [f"is rounded to {torch.tensor(1.001).to(kind).item():.6g}" for kind in (torch.bfloat16, torch.float16)],
     "mixed_step": [*(f"16 bits, {size} B" for size in (MIXED.param_bytes, MIXED.grad_bytes)),
                    *(f"FP32, {size} B" for size in (MIXED.moment_bytes, MIXED.master_bytes))],

@@ -1,6 +1,5 @@
 """Every picture is shown once and closed, no text lies on another, and it takes few bytes of a notebook."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu
 from course_lib.layout import SEQUENCE_SHARDINGS, Layout
 from course_lib.measure import KINDS, Timeline
-from course_lib.memory.budget import budget, budgets
 from course_lib.minimal.planner import front, plan
 from course_lib.minimal.quantize import dynamic_code, normal_code
 from course_lib.plan import work_out
@@ -25,21 +23,15 @@ from course_lib.plots import (
     curves,
     data_parallel,
     experts,
-    five_d_costs,
     holdings,
-    ladder,
     memory,
     pipeline,
-    pipeline_concepts,
-    pipeline_trace,
     precision,
-    stages,
     tiles,
     timeline,
 )
 from course_lib.run import Run
-from course_lib.schedules import Costs, make, one_f_one_b, simulate
-from course_lib.schedules.instructions import loop_placement
+from course_lib.schedules import Costs, make, simulate
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
@@ -59,8 +51,6 @@ LLAMA, HALF = preset("llama-3.1-8b"), Costs(0.5, 0.5, 0.5)
 LAYERS = {label: tensor_parallel_layer_spans(Run(LLAMA, Layout(tp=8), 4096), H100, overlap=overlap)
           for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
 UNEVEN = [[100 + step * (expert - 3.5) for expert in range(8)] for step in range(24)]
-SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "transfer": 0.08, "data": 0.09}
-SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
 SIXTEEN = Layout.parse("dp=4,tp=2,pp=2,ep=2,micro_batches=2,zero_stage=3")
 PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
              "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
@@ -84,64 +74,31 @@ PICTURES = {
     "work": lambda: context.show_work(SEQUENCE_SHARDINGS),
     "memory by length": lambda: context.show_memory_by_length(LENGTHS, gpu("h100"), "t"),
     "rows per expert": lambda: experts.show_rows_per_expert({"one": 128, "EP": 8192}, 7168, 2048, gpu("h100")),
-    "messages": lambda: pipeline_concepts.show_messages(TINY["afab"], "t"),
-    "trace": lambda: pipeline_concepts.show_trace(TINY["naive"].schedule, TINY["naive"].rows, "t"),
-    "stages": lambda: pipeline_concepts.show_stages_of_model([7, 8, 8, 7], None, [2.1e9, 1.7e9, 1.7e9, 2.1e9]),
-    "stages, interleaved": lambda: pipeline_concepts.show_stages_of_model([1] * 12, loop_placement(4, 3)),
-    "bubble and memory": lambda: pipeline_concepts.show_tradeoff([simulate(make(n, 4, 8)) for n in ("afab", "zbv")]),
-    "options": lambda: choosing.show_options(RANKED[:8]),
     "front": lambda: choosing.show_front(RANKED, front(RANKED)),
     "by memory": lambda: choosing.show_by_memory(NAMED, "t"),
-    "waiting": lambda: choosing.show_waiting(NAMED, "t"),
     "losses": lambda: choosing.show_losses({"one": [3.0, 2.0, 1.5], "other": [3.0, 2.5, 2.0]}, "Two rules"),
     "predicted": lambda: choosing.show_predicted(RUNS, [work_out(JOB, run.layout) for run in RUNS]),
     "scaling": lambda: choosing.show_scaling([8, 16, 32], {"fixed": [0.4, 0.3, 0.2], "grows": [0.4, 0.41, 0.4]}),
     "checkpoints": lambda: choosing.show_checkpoint_interval(Failures(10_000.0, 60.0, 300.0), "t"),
     "timeline": lambda: memory.show_memory_timeline(STEP, "t"),
-    "budget": lambda: memory.show_budgets(budget(LLAMA, 1, 4096), GPUS.values(), title="t"),
-    "budgets": lambda: memory.show_budgets({"a": {"parameters": 5}, "b": {"gathered": 9}}, {"GPU": 7}, title="t"),
-    "no GPU": lambda: memory.show_budgets({"parameters": 5 * 10**9}, title="t", unit="GiB"),
-    "ladder": lambda: ladder.show_ladder({"a": 3.0, "b": 2.0, "c": 2.5}, "t", limits={"GPU": 2.2}),
     "comparison": lambda: comparison.show_comparison([ROW, ROW], "t"),
     "overlap": lambda: timeline.show_overlap({"a": dp_spans(1, 2, [0.5] * 3), "b": dp_spans(1, 2, [1.5])}, "t"),
     "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
     "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
-    "step times": lambda: timeline.show_step_times({"tp 1": (0.5, 0.0), "tp 32": (0.02, 0.05)}, "t"),
     "alpha-beta": lambda: curves.show_alpha_beta(8, LINKS["efa"], title="t"),
     "throughput": lambda: curves.show_curves(MODELS, PUBLISHED, "t", "GPUs", "tokens per second and GPU"),
-    "1F1B": lambda: pipeline.show_schedule(simulate(make("1f1b", 4, 8))),
-    "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
-    "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
-    "warm-up": lambda: pipeline.show_warm_up(simulate(make("interleaved", 4, 8, 2))),
-    "stacked": lambda: pipeline.show_schedules([simulate(make(name, 4, 8)) for name in ("naive", "1f1b", "zb_h2")]),
-    "measured": lambda: pipeline_trace.show_measured(
-        simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),
-        simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,
-    ),
-    "alive": lambda: stages.show_live(simulate(make("zbv", 4, 8))),
-    "load": lambda: experts.show_load([100, 64, 30, 12, 9, 80, 70, 60]),
-    "load, capacity at the mean": lambda: experts.show_load([100, 64, 30, 12, 9, 80, 70, 60], 54),
     "balance": lambda: experts.show_balance({"no balancing": UNEVEN, "aux": [[1] * 8] * 9, "bias": UNEVEN}),
-    "parameters": lambda: experts.show_parameters({"dense": (8e9, 8e9), "DeepSeek-V3": (671e9, 37.6e9)}),
     "traffic": lambda: experts.show_traffic([[5, 3, 2, 1], [1, 7, 2, 2], [3, 3, 1, 0], [4, 1, 1, 9]], 8192, "t"),
     "holdings": lambda: holdings.show_holdings(preset("toy-moe"), SIXTEEN),
-    "memory of 2": lambda: five_d_costs.show_pipeline_memory(
-        budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")], "t"
-    ),
-    "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10}] * 16, [], "t"),
-    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS),
 }
 NO_ROOM = {
     "at least 1 row": lambda: experts.show_rows_per_expert({}, 8, 8, gpu("h100")),
-    "the layers of each stage": lambda: pipeline_concepts.show_stages_of_model([4, 4], [0, 1, 2]),
-    "room for 32 on 8": lambda: pipeline_concepts.show_stages_of_model([1] * 16),
-    "at least one simulate": lambda: pipeline_concepts.show_tradeoff([]),
+    "the layers of each stage": lambda: pipeline.show_stages_of_model([4, 4], [0, 1, 2]),
     "no simulation to draw": lambda: pipeline.show_schedules([]),
-    "1 to 12": lambda: choosing.show_options([]),
+    "no bar to draw": lambda: choosing.show_options([]),
     "no option": lambda: choosing.show_front([], []),
     "one option for each run": lambda: choosing.show_predicted(RUNS, []),
     "as many values": lambda: choosing.show_scaling([8], {"a": [0.1, 0.2]}),
-    "options is empty": lambda: choosing.show_waiting({}, "t"),
     "losses is empty": lambda: choosing.show_losses({}, "t"),
 }
 

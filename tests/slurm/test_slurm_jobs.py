@@ -316,4 +316,4 @@ def test_the_check_of_a_site_looks_at_both_nodes_and_says_what_it_saw(tmp_path):
     assert re.search(r"4 ranks on 2 hosts, gloo, cpu; layout dp=2,tp=2,zero_stage=1; messages of 4 MB", text), text
     assert re.search(r"shared folder +seen by 4 ranks", text)
     assert re.search(r"clock +n[12] +[+-]\d\.\d+ s  known to", text)
-    assert all(f"{low} - {high}, between nodes" in text for low, high in ((0, 2), (1, 3))) and "verdict: " in text
+    assert all(f"{low} - {high}, between nodes" in text for low, high in ((0, 2), (1, 3))) and "found: " in text

@@ -115,7 +115,7 @@ def test_on_a_gpu_events_name_the_slow_rank_and_cost_no_wait(tmp_path, layout):
     layout = layout_for(layout, 12)
     waits = launch(train_as_on_a_gpu, layout.world_size, str(tmp_path), layout, 1)
     assert set(waits) == {PLAN.steps}, "one a step, at its end"
-    assert watch.look(tmp_path).verdict.startswith("rank 1 is slow: ")
+    assert watch.look(tmp_path).finding.startswith("rank 1 is slow: ")
     for rank in range(layout.world_size):
         for line in lines_of(tmp_path, rank):
             assert all(line[part] > 0 for part in PARTS) and sum(line[part] for part in PARTS) <= line["seconds"]

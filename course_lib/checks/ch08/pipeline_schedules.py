@@ -9,7 +9,7 @@ from course_lib.schedules import from_lists, make, problems, simulate
 from course_lib.schedules.simulator import Costs
 
 
-def words_of(name, p, m):
+def lists_of(name, p, m):
     """The lists of a schedule of the package."""
     return [[f"{one.op}{one.micro_batch}" for one in row] for row in make(name, p, m).instructions]
 
@@ -59,15 +59,15 @@ def _watch_limited(answer, p, m, most):
 wrong = partial(partial, limited)
 _WRONG_LIMITED = {
     "this is 1F1B without the limit": wrong(ahead_of=lambda p, rank, most: p - 1 - rank),
-    "these are all forwards before all backwards": lambda p, m, most: words_of("afab", p, m),
+    "these are all forwards before all backwards": lambda p, m, most: lists_of("afab", p, m),
     "after warm-up a forward comes before the first backward, and counts too": wrong(
         ahead_of=lambda p, rank, most: min(p - 1 - rank, most)
     ),
     "rank i never needs more than p - i micro-batches": wrong(ahead_of=lambda p, rank, most: most - 1),
-    "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: words_of(
+    "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: lists_of(
         "naive", p, m
     ),
-    "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: words_of("zb_h1", p, m),
+    "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: lists_of("zb_h1", p, m),
     "deadlock": Stops(wrong(ahead_of=lambda p, rank, most: min(rank, most - 1))),
     "is missing, the backward": Stops(lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)]),
 }
@@ -81,23 +81,23 @@ check_limited = Exercise(limited, limits, _WRONG_LIMITED, _watch_limited, _SAYS_
 
 # ------------------------------------------------------------------------------------ 8. shorter
 def shorter(p, m):
-    return words_of("zb_h1", p, m)
+    return lists_of("zb_h1", p, m)
 
 
 def _whole_backwards_on_rank_0(p, m):
     """Rank 0 puts nothing off: its backward may stay whole."""
-    rows = words_of("zb_h1", p, m)
+    rows = lists_of("zb_h1", p, m)
     rows[0] = [word.replace("I", "B") for word in rows[0] if word[0] != "W"]
     return rows
 
 
 def _w_behind_i(p, m):
-    rows = words_of("1f1b", p, m)
+    rows = lists_of("1f1b", p, m)
     return [[part for w in row for part in ([w] if w[0] == "F" else ["I" + w[1:], "W" + w[1:]])] for row in rows]
 
 
 def _all_w_at_the_end(p, m):
-    rows = words_of("1f1b", p, m)
+    rows = lists_of("1f1b", p, m)
     return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in rows]
 
 
@@ -117,8 +117,8 @@ def _watch_shorter(answer, p, m):
 
 
 _WRONG_SHORTER = {
-    "it buys its time with memory, as ZB-H2": lambda p, m: words_of("zb_h2", p, m),
-    "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: words_of("1f1b", p, m),
+    "it buys its time with memory, as ZB-H2": lambda p, m: lists_of("zb_h2", p, m),
+    "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: lists_of("1f1b", p, m),
     "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
     "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
 }

@@ -1,0 +1,86 @@
+"""Gathers in eight bits on real ranks: one process's numbers, bytes by formula, a planted bug."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import comm
+from course_lib.compare.record import on_ranks
+from course_lib.compare.trials import CONFIG, as_counted_trainer, global_batches, micro_batches_of_rank
+from course_lib.launch import launch
+from course_lib.measure import ByteMeter
+from course_lib.minimal.eight_bits import E4M3, Zero3In8, all_gather_8, quantized
+from course_lib.minimal.zero import Zero3
+from course_lib.model import build
+from course_lib.training import loss_of
+
+
+def own_scale(shard_p, group):
+    """A planted bug: every rank reads all shards by its own scale."""
+    scale = shard_p.abs().max() / 448
+    codes = (shard_p / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return comm.all_gather(codes, group).view(torch.float8_e4m3fn).float() * scale
+
+
+def gathered(gather):
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    full_P = torch.randn(64) * torch.arange(1, 65)
+    with ByteMeter() as meter:
+        got = gather(full_P.chunk(group.size())[group.rank()], group)
+    return got, full_P, meter.sent_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gather_in_eight_bits_is_one_process_cast_at_a_byte_each(ranks):
+    of_ranks = launch(gathered, ranks, all_gather_8)
+    for got, full_P, _ in of_ranks:
+        assert torch.equal(got, quantized(full_P[None], E4M3)[0])
+    # an all-reduce of one element has no equal pieces: its bytes are those of the formula on average
+    assert sum(sent for _, _, sent in of_ranks) == (64 + 8) * (ranks - 1)
+
+
+def test_a_gather_without_a_common_scale_is_wrong():
+    assert any((got - full_P).norm() > 0.1 * full_P.norm() for got, full_P, _ in launch(gathered, 2, own_scale))
+
+
+def two_steps(trainer):
+    made = trainer(build(CONFIG, dtype=torch.float64), partial(torch.optim.SGD, lr=0.1), dist.group.WORLD)
+    for step in range(2):
+        made.backward(micro_batches_of_rank(step, 1))
+        made.update()
+    return made.full_parameters()
+
+
+def one_process_in_8(steps=2):
+    """Forward and backward of the rounded blocks; the step is of what was never rounded."""
+    model = build(CONFIG, dtype=torch.float64)
+    for step in range(steps):
+        exact = [param.detach().clone() for param in model.parameters()]
+        for block in model.blocks:
+            scale = max(param.abs().max() for param in block.parameters()).float() / 448
+            for param in block.parameters():
+                param.data = ((param.data / scale).to(torch.float8_e4m3fn).float() * scale).double()
+        model.zero_grad()
+        loss_of(model, *global_batches(steps)[step][0]).backward()
+        for param, before in zip(model.parameters(), exact, strict=True):
+            param.data = before - 0.1 * param.grad
+    return dict(model.named_parameters())
+
+
+def test_zero_3_in_eight_bits_trains_as_one_process_that_rounds_its_blocks():
+    right = one_process_in_8()
+    for full in launch(two_steps, 2, Zero3In8):
+        assert full.keys() == right.keys()
+        for name, param in right.items():
+            assert torch.allclose(full[name], param, rtol=1e-9, atol=1e-10), name
+
+
+def test_zero_3_in_eight_bits_sends_half_for_the_blocks_and_eight_bytes_a_gather():
+    run, whole = (on_ranks(one, as_counted_trainer, 2) for one in (Zero3In8, Zero3))
+    model = build(CONFIG)
+    blocks = sum(param.numel() for param in model.blocks.parameters())
+    less = 2 * (blocks - 8 * len(model.blocks)) // 2  # two gathers, half of it from the other rank
+    assert sum(run.sent_bytes) == sum(whole.sent_bytes) - 2 * less
