@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from course_lib.hardware import GPU, gpu_of_device
-from course_lib.kernels import attention, formulas, rows
+from course_lib.kernels import attention, rows
 from course_lib.kernels.language import HOST, cdiv
 from course_lib.kernels.product import matmul
+from course_lib.timing import kernel as formulas
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(HOST != "gpu", reason="set COURSE_KERNELS=gpu before pytest starts")]
 
