@@ -145,7 +145,11 @@ def packages_imported_by(path: Path) -> set[str]:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"course_lib"}
+    return {name.partition(".")[0] for name in names} - {
+        *sys.stdlib_module_names,
+        "course_lib",
+        "functorch",
+    }  # with torch
 
 
 @pytest.mark.parametrize("chapter", doctor.CHAPTERS, ids=lambda chapter: chapter.stem)
