@@ -172,7 +172,7 @@ page: setup build/npm/node_modules/pyodide/package.json  ## build/page: panels, 
 	$(RUN) -m course_lib.web.page build/page --pyodide build/npm/node_modules/pyodide
 
 cheat-sheet: setup  ## docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales
-	$(RUN) -m course_lib.web.cheat_sheet docs
+	$(RUN) -m course_lib.plots.cheat_sheet docs
 
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu

@@ -13,6 +13,7 @@ ROWS = {
         r"(?m)^\| (\d\d) [^|]+\| ([\d |]+) \|$", (ROOT / "docs" / "TEACHING.md").read_text(encoding="utf-8")
     )
 }
+TIME = r"\*\*Time:\*\* (\d+) minutes.*?(\d+)( more)? (?:for|with) (?:widget|game)"
 
 
 def heading(path) -> str:
@@ -26,7 +27,7 @@ def minutes_of_exercises(path) -> int:
     return sum((int(low) + int(high or low)) // 2 for low, high in spans)
 
 
-@pytest.mark.parametrize("chapter", [f"{number:02}" for number in range(13)])
+@pytest.mark.parametrize("chapter", [f"{number:02}" for number in range(14)])
 def test_the_table_has_the_minutes_and_checks_of_the_notebooks(chapter):
     lesson, whole, exercises, checks = ROWS[chapter]
     lessons = [path for path in (ROOT / "notebooks").glob(f"{chapter}*.ipynb") if "in_depth" not in path.stem]

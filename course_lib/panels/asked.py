@@ -21,7 +21,7 @@ from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS
 from course_lib.panels.game import GAME
 from course_lib.panels.kernel import TILES
-from course_lib.panels.one_gpu import MEMORY, OPTIMIZER, PRECISION, RECOMPUTE
+from course_lib.panels.one_gpu import MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
 from course_lib.panels.planner import PLANNER, planned
 from course_lib.panels.record import Answer, Control, Panel, Value, answer_of
@@ -82,6 +82,7 @@ PANELS = {
     "experts": Listed(EXPERTS, "09b_expert_parallel", _MADE_UP),
     "layout": Listed(runs.LAYOUT, "10_five_d", f"{_BYTES} {_SECONDS}"),
     "tiles": Listed(TILES, "13a_inside_a_gpu", _ROOF),
+    "scales": Listed(SCALES, "13b_eight_bits", _EXACT),
     "game": Listed(GAME, "10_five_d", f"{_BYTES} {_SECONDS}"),
     "job": Listed(runs.PLAN, "11_finding_a_configuration", f"{_BYTES} {_SECONDS}"),
 }

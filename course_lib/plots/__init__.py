@@ -23,6 +23,7 @@ holdings.py      which share of each part of a model the ranks of a layout hold
 five_d_costs.py  show_pipeline_memory, show_costs
 choosing.py      show_options, show_front, show_by_memory, show_waiting, show_losses, show_predicted, show_scaling,
                  show_checkpoint_interval
+cheat_sheet.py   docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales
 run_log.py       show_run: loss, speed, memory and seconds of a run's ranks, from its logs
 rank_traces.py   show_rank_traces: one step on every rank, side by side
 """

@@ -1,5 +1,4 @@
 """What is read without an installation: a page that computes in the browser.
 
-page.py         build/page: panels, planner and claims on floor 0, run by Pyodide; nothing is asked of another server
-cheat_sheet.py  docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales
+page.py    build/page: panels, planner and claims on floor 0, run by Pyodide; nothing is asked of another server
 """

@@ -28,7 +28,19 @@ from course_lib.panels import asked, runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
 from course_lib.panels.game import GAME, JOBS, job_of_day, layout_for, listed
-from course_lib.panels.one_gpu import BLOCKS, COMPARED, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SHOWN, add
+from course_lib.panels.one_gpu import (
+    BLOCKS,
+    COMPARED,
+    MEMORY,
+    OPTIMIZER,
+    PRECISION,
+    RECOMPUTE,
+    SCALED,
+    SCALES,
+    SHOWN,
+    add,
+    beside,
+)  # fmt: skip
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of

@@ -1,6 +1,6 @@
 """One page of what has to be known by heart: bytes, FLOPs, messages, bubbles, scales. Every number is computed here.
 
-python -m course_lib.web.cheat_sheet docs        docs/cheat_sheet.svg, docs/cheat_sheet.pdf
+python -m course_lib.plots.cheat_sheet docs        docs/cheat_sheet.svg, docs/cheat_sheet.pdf
 """
 
 from __future__ import annotations

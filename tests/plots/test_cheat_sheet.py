@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from course_lib.authoring import ROOT
 from course_lib.config import preset
 from course_lib.flops import flops_per_token
-from course_lib.web.cheat_sheet import draw, sheet, write
+from course_lib.plots.cheat_sheet import draw, sheet, write
 
 
 def found(title: str) -> dict[str, str]:
