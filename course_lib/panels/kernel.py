@@ -28,7 +28,8 @@ def _draw(rows: int, d_model: int, tile_m: int, tile_n: int, precision: str) -> 
         share = busy_share(rows, d_model, tile_m, tile_n, of)
         shown[device.name] = {"computing": compute_s}
         shown[f"its memory, {key}"] = {"moving bytes": once_s, "read again": max(asked_s - once_s, 0.0)}
-        bound = "computing" if compute_s > asked_s else "the cache" if compute_s > once_s else "memory"
+        bound = "computing" if compute_s > once_s else "memory"
+        bound += ", or by memory if no cache answered" if asked_s > compute_s > once_s else ""
         said.append(f"{device.name}: bound by {bound}; its SMs have a tile {share:.0%} of the time.")
     said.append(
         f"Tiles ask for {asked / once:.1f} times the bytes of the matrices; caches must answer what is read again."
