@@ -22,6 +22,7 @@ _UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 _EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
 _SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
+_NUMBERED = re.compile(r"^## (\w+)\.(\d+) ", re.MULTILINE)
 _FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
 # A sentence that sends the reader to a cell; he may have run no other.
 ORDER = re.compile(
@@ -118,6 +119,11 @@ def _heading_problems(nb) -> list[str]:
     levels = [len(found.group(1)) for found in HEADING.finditer(re.sub(r"```.*?```", "", prose, flags=re.DOTALL))]
     problems = [] if levels[:1] == [1] and levels.count(1) == 1 else ["one heading `#`, the title, must come first"]
     skipped = [f"{above} to {below}" for above, below in pairwise(levels) if below > above + 1]
+    sections = [(chapter, int(number)) for chapter, number in _NUMBERED.findall(prose)]
+    jumps = [(above, (chapter, n)) for above, (chapter, n) in pairwise(sections) if (chapter, n - 1) != above]
+    problems += [
+        f"section {a}.{b} is followed by {c}.{d}; number sections one after another" for (a, b), (c, d) in jumps
+    ]
     return problems + [f"headings go from level {jump}; leave no level out" for jump in skipped]
 
 

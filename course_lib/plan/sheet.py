@@ -191,10 +191,14 @@ def next_step(rows: list[Row]) -> str:
         nearest = min(told, key=lambda row: row.estimate.memory_bytes)
         sizes = nearest.estimate.bytes_by_kind
         kind = max(sizes, key=sizes.get)
-        over = nearest.estimate.memory_range[1] - nearest.estimate.usable_bytes
+        usable = nearest.estimate.usable_bytes
+        over, most = (
+            max(0, size - usable) / GB for size in (nearest.estimate.memory_bytes, nearest.estimate.memory_range[1])
+        )
         return (
-            f"Next: nothing fits yet. The nearest ({nearest.name}) needs up to {over / GB:.1f} GB more than there is,\n"
-            f"most for {kind} ({sizes[kind] / GB:.1f} GB). What cuts that: {_CUTS_MEMORY.get(kind, 'more GPUs')}."
+            f"Next: nothing fits yet. The nearest ({nearest.name}) lacks {over:.1f} GB, or {most:.1f} GB\n"
+            f"at the upper end of the estimate's error. Most is {kind} ({sizes[kind] / GB:.1f} GB).\n"
+            f"What cuts that: {_CUTS_MEMORY.get(kind, 'more GPUs')}."
         )
     best = min(fitting, key=lambda row: row.estimate.step_s)
     waits = _waits_of(best.estimate)

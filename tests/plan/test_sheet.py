@@ -76,6 +76,8 @@ def test_the_next_step_is_true_of_the_rows():
     rows = Sheet("my-8b", Choice()).rows("04")
     assert "nothing fits yet" in next_step(rows[:3])
     assert "optimizer" in next_step(rows[:3])
+    one = rows[0].estimate
+    assert f"lacks {(one.memory_bytes - one.usable_bytes) / GB:.1f} GB" in next_step(rows[:1])
     assert max(rows[1].estimate.bytes_by_kind, key=rows[1].estimate.bytes_by_kind.get) == "optimizer"
     assert "ZeRO-3 fits" in next_step(rows)
     tensor = [row for row in Sheet("my-8b", Choice()).rows("05") if row.chapter == "05"]
