@@ -3,7 +3,7 @@
     answer({"do": "show", "panel": "zero", "words": {"dp": "64"}})    {"svg": ..., "said": ...}
     answer({"do": "press", "panel": "plan", "button": "Search", "words": {}})
     answer({"do": "plan", "words": {"gpus": "64"}, "file": "config.json", "text": "{...}"})
-    answer({"do": "claim", "id": "C001"})
+    answer({"do": "claim", "id": "C003"})
 
 A word is what an option's value looks like as text; addresses hold the same.
 """

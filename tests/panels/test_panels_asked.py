@@ -48,7 +48,7 @@ def test_words_mean_the_values_that_they_look_like_and_all_that_is_told_is_plain
         ({"do": "show", "panel": "nothing", "words": {}}, "panel is 'nothing'"),
         ({"do": "press", "panel": "job", "button": "Boom", "words": {}}, "button is 'Boom'"),
         ({"do": "eval", "text": "1"}, "do is 'eval'"),
-        ({"do": "claim", "id": "C001x"}, "id is 'C001x'"),
+        ({"do": "claim", "id": "none"}, "id is 'none'"),
         ({"do": "plan", "words": {"gpus": "many"}}, "'many' is no number of GPUs; give one such as 64"),
         ({"do": "plan", "words": {"batch": "4 M"}}, "'4 M' is no number of tokens"),
         ({"do": "plan", "words": {}, "file": "config.json", "text": "{"}, "config.json"),
