@@ -49,7 +49,7 @@ UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/pla
 # Stored outputs hang on no processor: kernels of PyTorch, oneDNN and MKL without AVX-512, then without AVX2.
 KERNELS := avx2 default
 NBVAL_THREADS ?= 1
-NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
+NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab page cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
         edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean

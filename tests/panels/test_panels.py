@@ -183,7 +183,7 @@ def test_axes_are_linear_from_0_and_a_bar_is_as_long_as_its_bytes():
 
 
 def test_what_is_written_is_escaped():
-    words = Control("word", (), "", "words")
+    words = Control("word", (), "", "text")
     panel = Panel("a < b", {"word": words}, lambda word: ([bars(word, {word: {"data": 1.0}})], word))
     assert ET.fromstring(panel.answer(word="<b>&").svg).findtext("{http://www.w3.org/2000/svg}desc") == "a < b. <b>&"
 

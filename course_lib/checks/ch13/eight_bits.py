@@ -157,7 +157,7 @@ def _gradients(rng):
     cases = []
     for size in (2, rng.choice([3, 4])):
         generator = fresh_generator(rng)
-        cases.append((size, Each([(numbers(generator, 16 * size) * 2.0**-rank).float() for rank in range(size)])))
+        cases.append((size, Each([(numbers(generator, 256 * size) * 2.0**-rank).float() for rank in range(size)])))
     return cases
 
 
