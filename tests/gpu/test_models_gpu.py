@@ -7,7 +7,7 @@ from course_lib.config import preset
 from course_lib.estimate import estimate
 from course_lib.estimate.memory import NO_TENSORS
 from course_lib.labs.measure import measure_layout
-from course_lib.labs.sheet import FRAMEWORK, RECIPE, Machine
+from course_lib.labs.sheet import FRAMEWORK, RECIPE, Nodes
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.run import Run
@@ -27,7 +27,7 @@ RUNS = {
 def test_a_model_s_step_and_peak_lie_where_the_estimate_says(name, record):
     model, layout = RUNS[name]
     run = Run(preset(model), layout, SEQ_LEN, RECIPE)
-    told = estimate(run, Machine(nodes=1, gpus_per_node=1).cluster(torch.cuda.get_device_name()), FRAMEWORK)
+    told = estimate(run, Nodes(nodes=1, gpus_per_node=1).cluster(torch.cuda.get_device_name()), FRAMEWORK)
     if not told.fits:
         pytest.skip(f"estimated to need {told.memory_in_words}")
     seen = launch(measure_layout, 1, run.config, layout, SEQ_LEN, ROUNDS, backend="nccl", timeout=80, quiet=True)[0]

@@ -139,7 +139,7 @@ def test_one_change_takes_20_ms(panel):
         if not {"model", "job"} & set(change):
             taken_ms.append(1000 * (time.process_time() - start) / speed)
     slow = [round(ms) for ms in taken_ms if ms > 20]
-    assert statistics.median(taken_ms or [0]) < 10 and len(slow) <= len(taken_ms) / 20, slow
+    assert statistics.median(taken_ms or [0]) < 15 and len(slow) <= len(taken_ms) / 20, slow
 
 
 def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
