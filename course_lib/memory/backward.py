@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from course_lib.layout import Layout
-from course_lib.memory.activations import FP32, Part, first_terms, last_terms, layer_terms, of_matrices
+from course_lib.memory.activations import FP32, Part, Terms, first_terms, last_terms, layer_terms, of_matrices
 from course_lib.memory.flats import Flat, Named, layers_of, placed_by
 from course_lib.memory.states import Recipe
 from course_lib.memory.zero import wire_grad_bytes
@@ -24,16 +24,18 @@ from course_lib.memory.zero import wire_grad_bytes
 class Moment(NamedTuple):
     """A moment of one micro-batch's backward on a stage, in bytes.
 
-    where         (unit, whether its gradients are there already: else only that of the last matrix of this half)
+    where         (unit, of a block with its half; the last matrix of it whose gradient there is, "" for none)
     activations   what is not free yet of what was saved, what was made again, what waits for gradients of weights
     work          gradients inside the unit, and what operators need
+    copied        that matrix's gradient, as autograd made it, while it is copied or added
     """
 
     name: str
-    where: tuple[str, bool]
+    where: tuple[str, str]
     activations: int
     logits: int
     work: int
+    copied: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class Stage:
     """Bytes of one micro-batch on one stage.
 
     activations, logits   saved from its forward to its backward pass
-    waiting               between the two parts of a split backward: what gradients of weights need
+    waiting               between the two parts of a split backward: what gradients of weights need, by unit
     moments               of its backward
     moved                 off the device, of all that is saved
     """
 
     activations: int
     logits: int
-    waiting: int
+    waiting: dict[str, int]
     moments: tuple[Moment, ...]
     moved: int = 0
 
@@ -72,9 +74,10 @@ def stage_of(part: Part, stage: int) -> Stage:
     like = {sort: layer for layer, sort in sorts.items()}
     saved = {sort: sum(_total(half) for half in layer_terms(part, layer)) for sort, layer in like.items()}
     inside = {sort: _layer_moments(part, layer) for sort, layer in like.items()}
-    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
+    waits = {sort: [part.split * size for _, size in of_matrices(part, layer)] for sort, layer in like.items()}
     kept = start + sum(saved[sort] for sort in sorts.values())
     waiting = part.split * is_last * part.rows * (config.d_model + part.local.vocab_size) * part.e
+    of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
     for layer in reversed(layers):
@@ -87,13 +90,21 @@ def stage_of(part: Part, stage: int) -> Stage:
             moments.append(
                 one._replace(where=unit, activations=one.activations + waiting + (0 if part.is_away else kept))
             )
-        waiting += waits[sort]
-    stream = part.own_rows * config.d_model * part.r
-    moments.append(Moment("embedding", ("embed", True), waiting + (0 if part.is_away else start), 0, stream))
+        waiting += sum(waits[sort])
+        of_units |= dict(zip((f"blocks.{layer}:mlp", f"blocks.{layer}:attention"), reversed(waits[sort]), strict=True))
+    stream, kept = part.own_rows * config.d_model * part.r, waiting + (0 if part.is_away else start)
+    if stage == 0:
+        embed = config.d_model * part.local.vocab_size * part.r * (part.run.lora is None)
+        is_tied = config.tied and len(counts) == 1 and not part.split
+        sums = 1 + is_tied * (layout.tp == 1)  # with a tied head's, which waits for it: the sum may be a third tensor
+        moments.append(Moment("embedding", ("embed", "positions"), kept, 0, stream + embed * sums))
+        moments.append(Moment("embedding's gradient", ("embed", "*"), kept, 0, stream, embed))
+    else:
+        moments.append(Moment("first norm", (f"blocks.{layers[0]}:attention", "*"), kept, 0, stream))
     moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
     if part.is_away:
-        return Stage(targets, 0, waiting, moments, total + logits)
-    return Stage(targets + total, logits, waiting, moments)
+        return Stage(targets, 0, of_units, moments, total + logits)
+    return Stage(targets + total, logits, of_units, moments)
 
 
 def _total(terms: dict[str, int]) -> int:
@@ -127,14 +138,39 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
         if layout.recompute != "full":  # in the forward pass no gradient has come
             forward -= own + entered + part.split * forward
         work = entered - shared + max(3 * sent + tokens, forward)
-    else:  # gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix
-        product, tensors = rows * config.d_ff * e, (2 if config.family == "llama" else 1) + part.split
-        matrix = 0 if part.run.lora is not None or part.split else config.d_ff * config.d_model * e
-        work = gathered + max(tensors * product, product + matrix)
+        of_mlp = [Moment("experts", (":mlp", "shared"), in_mlp, 0, stream + work)]
+    else:
+        of_mlp = _mlp_moments(part, in_mlp, second, stream, gathered)
+    o = 0 if part.split or part.run.lora is not None else config.num_heads * config.value_dim * config.d_model
+    out = rows * config.num_heads * config.value_dim * e
     return [
-        Moment("MLP", (":mlp", False), in_mlp, 0, stream + work),
-        Moment("second norm", (":mlp", True), in_norm, 0, 2 * stream + _norm_work(part)),
-        Moment("attention", (":attention", False), in_core, 0, stream + _core_work(part)),
+        *of_mlp,
+        Moment("second norm", (":mlp", "*"), in_norm, 0, 2 * stream + _norm_work(part)),
+        Moment("output of attention", (":attention", ""), in_core, 0, stream + gathered + out + o * e),
+        Moment("o's gradient", (":attention", "o"), in_core, 0, stream + out, o * part.r),
+        Moment("attention", (":attention", "o"), in_core, 0, stream + _core_work(part)),
+    ]
+
+
+def _mlp_moments(part: Part, saved: int, terms: Terms, stream: int, gathered: int) -> list[Moment]:
+    """An MLP's backward: down's two products, gradients of the product, SiLU and up, then gate's and up's products."""
+    config, rows, e, is_llama = part.local, part.rows, part.e, part.local.family == "llama"
+    product, trains = rows * config.d_ff * e, not part.split and part.run.lora is None
+    matrix, dx, entered = trains * config.d_ff * config.d_model, rows * config.d_model * e, 0
+    joined = 1 + (is_llama and part.run.layout.tp > 1)  # gate and up in one operator
+    if part.entered < rows:
+        entered = dx
+    inside = 0 if part.is_away else terms["MLP"]
+    freed = 0 if part.split or part.is_away else rows * config.d_ff * part.saves("down")
+    of_up = stream + (1 + is_llama) * (product + dx) + entered
+    last = "gate" if is_llama else "up"
+    tensors = 3 if is_llama else 2
+    return [
+        Moment("MLP's output", (":mlp", ""), saved, 0, stream + gathered + product + matrix * e),
+        Moment("down's gradient", (":mlp", "down"), saved - freed, 0, stream + product, matrix * part.r),
+        Moment("MLP", (":mlp", "down"), saved - freed, 0, stream + part.split * gathered + tensors * product),
+        Moment("MLP's input", (":mlp", "down"), saved - inside, 0, of_up + joined * matrix * e),
+        Moment(f"{last}'s gradient", (":mlp", last), saved - inside, 0, stream + dx, joined * matrix * part.r),
     ]
 
 
@@ -166,18 +202,19 @@ def _end_moments(part: Part, total: int, end: dict[str, int], logits: int) -> li
     rows, e, engine, D, V = part.rows, part.e, part.engine, part.local.d_model, part.local.vocab_size
     here = 0 if part.is_away else total
     left = here - end.get("input of the head", 0)
-    of_norm = Moment("final norm", ("end", True), left, 0, part.own_rows * D * part.r + _norm_work(part))
+    of_norm = Moment("final norm", ("end", "head"), left, 0, part.own_rows * D * part.r + _norm_work(part))
     if part.local.family == "xlmr":
         return [of_norm]
     numel, tp = rows * V // part.run.loss_chunks, part.run.layout.tp > 1
     loss = numel * e * (1 if tp else 2)
     if e < FP32:  # beside a copy in FP32
         loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
-    head = rows * D * e + (0 if part.run.lora is not None else V * D * e)
+    dx, weight = rows * D * e, 0 if part.run.lora is not None or part.split else V * D
     return [
-        Moment("loss", ("", False), here, logits, loss),
-        Moment("head", ("head", False), here, 0, numel * e + head),
-        Moment("head's gradient", ("end", True), left, 0, head + V * D * FP32 * (e != part.r)),
+        Moment("loss", ("", ""), here, logits, loss),
+        Moment("head", ("end", ""), here, 0, numel * e + dx + weight * e),
+        Moment("head's cast", ("end", ""), left, 0, dx + weight * (e + part.r) * (e != part.r)),
+        Moment("head's gradient", ("end", "head"), left, 0, dx, weight * part.r),
         of_norm,
     ]
 
@@ -186,18 +223,16 @@ def _end_moments(part: Part, total: int, end: dict[str, int], logits: int) -> li
 
 
 class Arrived(NamedTuple):
-    """Bytes of gradients and of whole parameters in a half of a unit: with its first gradient, and with all of them.
+    """Bytes of gradients at a moment of a backward pass.
 
     there     of a first backward, in which a bucket is there from its first gradient on, a shard once it is sent
     at_once   of the first part of a split backward
-    leaving   with ZeRO-2 and 3 whole gradients on their way; experts' come last
-    whole     ZeRO-3: whole parameters, of this unit and of the next
+    leaving   with ZeRO-2 and 3 whole gradients on their way; and a tied head's, which waits for the embedding's
     """
 
-    there: tuple[int, int] = (0, 0)
-    at_once: tuple[int, int] = (0, 0)
-    leaving: tuple[int, int] = (0, 0)
-    whole: int = 0
+    there: int = 0
+    at_once: int = 0
+    leaving: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,20 +241,28 @@ class Gradients:
 
     held      once a backward has gone through: whole, or this rank's shards
     at_once   of that, once the first part of a split backward has
-    largest   of one matrix
-    at        by unit, of blocks by half
+    at        by (unit, matrix): (while that gradient is copied, without its original; when it is done with)
+    products  of a split backward's second part, by unit: (gradients while one is copied, its original) of each matrix
+    whole     ZeRO-3: whole parameters of a unit and of the next, by unit
     """
 
     held: int
     at_once: int
-    largest: int
-    at: dict[str, Arrived]
+    at: dict[tuple[str, str], tuple[Arrived, Arrived]]
+    products: dict[str, list[tuple[int, int]]]
+    whole: dict[str, int]
+
+    def arrived(self, unit: str, matrix: str, is_copied: bool = False) -> Arrived:
+        """The gradients at a moment; of a matrix that the unit does not have, as the unit begins."""
+        return self.at.get((unit, matrix), self.at.get((unit, ""), (Arrived(),) * 2))[not is_copied]
 
 
 def gradients_of(
     layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
 ) -> Gradients:
     """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
+
+    Of each tensor there are two instants: while its gradient is copied, and when buckets that are full were sent.
 
     is_tied   whether the head's gradient waits for the embedding's
     """
@@ -238,40 +281,46 @@ def gradients_of(
         groups += [((one,), raw * one.numel) for one in order if one.name in alone]
     # a split backward makes gradients that are of no product in its first part
     of_no_product = {name for name in time if _is_of_no_product(name)} if placed_by(layout).splits_backward else set()
-    there, at_once, leaving = ([0] * (len(order) + 1) for _ in range(3))
+    there, at_once, leaving, later = ([0] * (2 * len(order) + 2) for _ in range(4))
     ends = accumulate((max(time[one.name] for one in flat.tensors) for flat in shared), max)
     full = [left[flat.unit] for flat in shared] if zero == 3 else [*ends]
-    after = sorted({*full, len(order) - 1})  # when units are full, or buckets, which are sent in one order
-    following = dict(zip(after, [*after[1:], after[-1]], strict=True))
+    after = sorted({*full, len(order)})  # when units are full, or buckets, which are sent in one order
+    following = dict(pairwise(after))
     for index, (group, size) in enumerate(groups):
-        begun, kept = min(time[one.name] for one in group), size
-        if zero > 1:  # a whole buffer, beside its shard of the sum, is free when the next one is full
+        is_alone, kept = index >= len(shared), size
+        begun = 2 * min(time[one.name] for one in group) + is_alone  # what is not copied is its own original
+        if zero > 1 and not is_alone:  # a whole buffer, beside its shard of the sum, is free when the next one is full
             end, kept = full[index], size // shared[index].ranks
-            free = following[end] + 1
-            for when, change in ((begun, size), (end + (zero == 3), kept), (free, -size - kept)):
+            free = 2 * following[end] + 1
+            for when, change in ((begun, size), (2 * end + 1, kept), (free, -size - kept)):
                 leaving[when] += change
             begun = free
         there[begun] += kept
-        early = [time[one.name] for one in group if one.name in of_no_product]
+        early = [2 * time[one.name] + is_alone for one in group if one.name in of_no_product]
         at_once[min(early, default=-1)] += kept * bool(early)
-    there, at_once, leaving = ([*accumulate(sizes)] for sizes in (there, at_once, leaving))
-    embed, copied = next((raw * one.numel for one in tensors if one.name == "embed"), 0), bool(shared)
-    tied = embed * is_tied
-    # copied into a buffer; without tp the head's is in it, so that the sum is a third tensor. ZeRO-2 and 3 send one on
-    # its way, but a weight that ZeRO-3 gathered once for both gets both
-    is_sent = zero == 2 or (zero == 3 and layout.tp > 1)
-    summed = embed * copied + tied * (1 + copied * (layout.tp == 1) - is_sent)
-    whole = _whole(flats, raw, tied) if zero == 3 else {}
-    at, begin = {"": Arrived(), "head": Arrived(whole=whole.get("end", 0))}, 0
+        late = [2 * time[one.name] + is_alone for one in group if one.name not in of_no_product]
+        later[min(late, default=-1)] += kept * (not early)
+    there, at_once, leaving, later = ([*accumulate(sizes)] for sizes in (there, at_once, leaving, later))
+    tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
+    summed = 2 * time.get("embed", 0)  # when a tied head's gradient waits no more
+    waits = [size + tied * (when < summed) for when, size in enumerate(leaving)]
+    instants = [Arrived(*sizes) for sizes in zip(there, at_once, waits, strict=True)]
+    at, index = {("end", ""): (Arrived(),) * 2}, 0
     for key, half in halves.items():
-        last = begin + len(half) - 1
-        pairs = ((sizes[begin], sizes[last]) for sizes in (there, at_once))
-        others = max(begin, last - sum(one.kind == "experts" for one in half))
-        most = (max(leaving[begin : end + 1]) + (summed if key == "embed" else tied) for end in (others, last))
-        at[key] = Arrived(*pairs, tuple(most), whole.get(half[0].unit, 0))
-        begin = last + 1
-    largest = raw * max((one.numel for one in tensors if one.name not in of_no_product), default=0)
-    return Gradients(there[-1], at_once[-1], largest, at)
+        before = instants[2 * index - 1] if index else Arrived(leaving=tied * (key != "end"))
+        at[key, ""] = at[key, "shared"] = before, before
+        for one in order[index : index + len(half)]:
+            now = instants[2 * index], instants[2 * index + 1]
+            matrix = one.name.removesuffix(".bias").rpartition(".")[2]
+            at[key, "experts" if one.kind == "experts" else matrix] = at[key, "*"] = now
+            if ".shared." in one.name:
+                at[key, "shared"] = now
+            index += 1
+    products, made = {}, [at_once[-1] + size for size in later]
+    for key, half in halves.items():
+        names = [one for one in half if one.name not in of_no_product and "bias" not in one.name]
+        products[key] = [(made[2 * time[one.name]], raw * one.numel) for one in names]
+    return Gradients(there[-1], at_once[-1], at, products, _whole(flats, raw, tied) if zero == 3 else {})
 
 
 def _is_of_no_product(name: str) -> bool:

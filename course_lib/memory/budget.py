@@ -242,7 +242,7 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
 @lru_cache(maxsize=2048)
 def _trained(
     config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int
-) -> tuple[dict[int, Gradients], list[int]]:
+) -> tuple[dict[int, Gradients], list[tuple[str, int]]]:
     """The gradients of each stage of a rank, and what it updates."""
     trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
@@ -251,7 +251,9 @@ def _trained(
     for stage in placed_by(layout).stages_of_rank(pp_rank):
         own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
         found[stage] = gradients_of(layout, recipe, *own, is_tied)
-    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
+    if layout.zero_stage:
+        return found, [(flat.kind, flat.padded // flat.ranks) for flat in flats]
+    return found, [(one.kind, one.numel) for one in trained]
 
 
 # ---- what another engine has besides

@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part
-from course_lib.memory.backward import Arrived, Gradients, Stage
-from course_lib.memory.flats import schedule_of
+from course_lib.memory.backward import Gradients, Stage
+from course_lib.memory.flats import different_terms_over_tp, schedule_of
 from course_lib.memory.states import recipe_of
+from course_lib.memory.zero import wire_grad_bytes
+from course_lib.schedules.messages import steps_of_rank
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 _STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
@@ -34,6 +36,7 @@ class Instant(NamedTuple):
 
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
     done      stages whose gradients are there, because a backward has gone through; `begun` its first part
+    messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
     """
 
     op: str
@@ -42,6 +45,7 @@ class Instant(NamedTuple):
     waiting: Counter
     begun: frozenset[int]
     done: frozenset[int]
+    messages: int
 
 
 def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
@@ -56,16 +60,26 @@ def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 @lru_cache(maxsize=4096)
 def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
     saved, waiting, begun, done, found = Counter(), Counter(), set(), set(), {}
-    for op, _, stage in schedule_of(schedule, pp, micro_batches, v).instructions[pp_rank]:
+    posted, on_the_way = set(), set()
+    for step in steps_of_rank(schedule_of(schedule, pp, micro_batches, v), pp_rank):
+        op, _, stage = step.instruction
+        posted |= {message for message, _ in step.post}
+        posted.discard(step.needs)
+        on_the_way -= {*step.arrived}
         saved[stage] += {"F": 1, "B": -1, "I": -1, "W": 0}[op]
         waiting[stage] -= op == "W"
         if op != "F":
-            now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done))
+            messages = len(posted) + len(on_the_way) + (op != "W" and step.needs is not None)
+            now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
             like = found.setdefault((op, stage, now.begun, now.done), [])
-            if not any(now.saved <= one.saved and now.waiting <= one.waiting for one in like):
+            if not any(
+                now.saved <= one.saved and now.waiting <= one.waiting and messages <= one.messages for one in like
+            ):
                 like.append(now)
             (begun if op == "I" else done).add(stage)
         waiting[stage] += op == "I"
+        if step.gives is not None:
+            (posted if step.dst is None else on_the_way).add(step.gives)
     return tuple(one for like in found.values() for one in like)
 
 
@@ -86,15 +100,14 @@ class Held(NamedTuple):
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
     """Yield each moment of a rank's step that can be its fullest, by name.
 
-    message   bytes of what goes from stage to stage: one is received ahead, and one sent has not surely arrived
+    message   bytes of what goes from stage to stage
     """
-    messages = 2 * len(stages) if layout.pp > 1 and layout.micro_batches > 1 else 0
     for now in instants(layout, pp_rank):
-        held = Held(temporary=messages * message)
+        held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
             made = gradients.held if one in now.done else gradients.at_once if one in now.begun else 0
             saved = now.saved[one]
-            activations = saved * stage.activations + now.waiting[one] * stage.waiting
+            activations = saved * stage.activations + now.waiting[one] * sum(stage.waiting.values())
             held = held.plus(Held(made, activations, saved * stage.logits))
         for name, own in backward_moments(now, *stages[now.stage]):
             yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
@@ -104,21 +117,23 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
-        made = is_first * (gradients.held - gradients.at_once)
-        work = gradients.largest
-        yield "first product", Held(activations=stage.waiting, temporary=work)
-        yield "last product", Held(gradients=made, temporary=work)
+        left, before = sum(stage.waiting.values()), gradients.at_once
+        for unit, products in gradients.products.items():
+            for there, original in products:
+                yield f"product of {unit}", Held(is_first * (before - gradients.at_once), left, temporary=original)
+                left, before = left - stage.waiting.get(unit, 0) // len(products), there
+                yield f"gradient of {unit}", Held(is_first * (there - gradients.at_once), left, temporary=original)
         return
     for one in stage.moments:
-        unit, is_all = one.where
-        at = gradients.at.get(unit, Arrived())
+        unit, matrix = one.where
+        at = gradients.arrived(unit, matrix, one.copied > 0)
         made = at.there if now.op == "B" else at.at_once
         held = Held(
-            gradients=is_first * (now.stage not in now.begun) * made[is_all],
+            gradients=is_first * (now.stage not in now.begun) * made,
             activations=one.activations,
             logits=one.logits,
-            temporary=one.work + at.leaving[is_all],
-            gathered=at.whole,
+            temporary=one.work + one.copied + at.leaving,
+            gathered=gradients.whole.get(unit.partition(":")[0], 0),
         )
         yield one.name, held
 
@@ -134,12 +149,18 @@ def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
 # ---- the update
 
 
-def after_backward(part: Part, sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of each moment beside states: norms for clipping, AdamW's work space.
+def after_backward(part: Part, sizes: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of each moment beside states: sums beyond data's, norms for clipping, AdamW's work space.
 
-    sizes   elements of the rank's trained tensors, or of its shards of flats
+    sizes   (kind, elements) of the rank's trained tensors, or of its shards of flats
     """
-    run, recipe, largest = part.run, recipe_of(part.run.recipe), max(sizes, default=0)
+    run, layout, recipe = part.run, part.run.layout, recipe_of(part.run.recipe)
+    numels = [numel for _, numel in sizes]
+    largest = max(numels, default=0)
+    together = [different_terms_over_tp(layout) if layout.tp > 1 else (), ("kv",), ("tied",)]  # as parallel/sums.py
+    if layout.dp_replicate > 1:
+        together += [("experts",), ("matrices", "norms", "head_norms", "kv", "tied")]
+    yield "sums", wire_grad_bytes(recipe) * max(sum(n for kind, n in sizes if kind in kinds) for kinds in together)
     # in FP32, and squares; one process asks torch for its norms
     yield "clipping", FP32 * largest * ((recipe.grad_bytes < FP32) + (run.layout.world_size > 1))
     if run.optimizer != "adamw" or run.offload.optimizer != "device":
@@ -147,6 +168,6 @@ def after_backward(part: Part, sizes: Sequence[int]) -> Iterator[tuple[str, int]
     elif run.layout.zero_stage or recipe.master_bytes:  # the course's own: FP32 roots, and what they are made from
         yield "update", FP32 * largest * (2 if recipe.grad_bytes < FP32 else 1)
     else:  # torch's: of a loop a tensor twice, and the root of the one before it
-        one_by_one = max((before + 2 * size for before, size in pairwise((0, *sizes))), default=0)
-        of_how = {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}
+        one_by_one = max((before + 2 * size for before, size in pairwise((0, *numels))), default=0)
+        of_how = {"fused": 0, "foreach": sum(numels), "for-loop": one_by_one}
         yield "update", recipe.param_bytes * of_how[run.implementation]
