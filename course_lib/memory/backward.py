@@ -46,6 +46,7 @@ class Stage:
     waiting               between the two parts of a split backward: what gradients of weights need, by unit
     moments               of its backward
     moved                 off the device, of all that is saved
+    forward               of its forward pass where that holds more than it saves: with experts
     """
 
     activations: int
@@ -53,6 +54,7 @@ class Stage:
     waiting: dict[str, int]
     moments: tuple[Moment, ...]
     moved: int = 0
+    forward: int = 0
 
     @property
     def total(self) -> int:
@@ -80,8 +82,12 @@ def stage_of(part: Part, stage: int) -> Stage:
     of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
+    forward = 0
     for layer in reversed(layers):
         sort = sorts[layer]
+        if sort and layout.recompute != "full":
+            second = layer_terms(part, layer)[1]
+            forward = max(forward, kept - second.get("shared experts", 0) + _forward_of_experts(part))
         kept -= saved[sort]
         # activations fall from layer to layer and gradients grow: between like layers none is the fullest
         is_between = all(sorts.get(layer + step) == sort for step in (-2, -1, 1, 2))
@@ -104,7 +110,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
     if part.is_away:
         return Stage(targets, 0, of_units, moments, total + logits)
-    return Stage(targets + total, logits, of_units, moments)
+    return Stage(targets + total, logits, of_units, moments, forward=targets + forward)
 
 
 def _total(terms: dict[str, int]) -> int:
@@ -129,15 +135,10 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     if part.is_away:  # what comes back for one operator: a product's factors
         in_mlp, in_norm = second["experts" if has_experts else "MLP"] // 2, second["residual"]
         in_core = first["core"] + first["input of o"]
-    if has_experts:  # a shared expert runs behind the others, so its backward is through
-        moe, token = config.moe, config.d_model * e
-        tokens, own, shared = part.routed * token, part.own_rows * token, second.get("shared experts", 0)
-        sent, entered = moe.top_k * tokens, 0 if layout.folded else gathered
-        moved = (layout.ep > 1) * (sent if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep))
-        forward = sent + 3 * moved + (2 + (e < FP32)) * tokens - own  # rows as they go and come
-        if layout.recompute != "full":  # in the forward pass no gradient has come
-            forward -= own + entered + part.split * forward
-        work = entered - shared + max(3 * sent + tokens, forward)
+    if has_experts:
+        forward = gathered + _forward_of_experts(part) if layout.recompute == "full" else 0  # made again
+        backward = config.moe.top_k * 3 + (config.moe.num_shared_experts > 0)  # a shared expert's is through
+        work = max(backward * part.routed * config.d_model * e, forward) - second.get("shared experts", 0)
         of_mlp = [Moment("experts", (":mlp", "shared"), in_mlp, 0, stream + work)]
     else:
         of_mlp = _mlp_moments(part, in_mlp, second, stream, gathered)
@@ -152,25 +153,37 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     ]
 
 
+def _forward_of_experts(part: Part) -> int:
+    """What experts need besides what they save: rows as they go, come and return, their weighted sum."""
+    config, layout = part.local, part.run.layout
+    tokens = part.routed * config.d_model * part.e
+    sent = config.moe.top_k * tokens
+    if layout.ep == 1:
+        return sent + 2 * tokens
+    if layout.expert_method == "plain":
+        return 4 * sent + 2 * tokens
+    return max(sent, 2 * tokens) + 3 * tokens * min(config.moe.top_k, layout.ep)
+
+
 def _mlp_moments(part: Part, saved: int, terms: Terms, stream: int, gathered: int) -> list[Moment]:
     """An MLP's backward: down's two products, gradients of the product, SiLU and up, then gate's and up's products."""
     config, rows, e, is_llama = part.local, part.rows, part.e, part.local.family == "llama"
     product, trains = rows * config.d_ff * e, not part.split and part.run.lora is None
-    matrix, dx, entered = trains * config.d_ff * config.d_model, rows * config.d_model * e, 0
+    matrix, dx = trains * config.d_ff * config.d_model, rows * config.d_model * e
     joined = 1 + (is_llama and part.run.layout.tp > 1)  # gate and up in one operator
-    if part.entered < rows:
-        entered = dx
+    own = part.own_rows * config.d_model * e if gathered else 0
     inside = 0 if part.is_away else terms["MLP"]
     freed = 0 if part.split or part.is_away else rows * config.d_ff * part.saves("down")
-    of_up = stream + (1 + is_llama) * (product + dx) + entered
+    of_up = (1 + is_llama) * product + own + (dx if part.entered < rows else 0) + dx
+    of_up = stream + max(of_up + dx * (joined > 1 or gathered > 0), of_up + joined * matrix * e)
     last = "gate" if is_llama else "up"
     tensors = 3 if is_llama else 2
     return [
         Moment("MLP's output", (":mlp", ""), saved, 0, stream + gathered + product + matrix * e),
         Moment("down's gradient", (":mlp", "down"), saved - freed, 0, stream + product, matrix * part.r),
         Moment("MLP", (":mlp", "down"), saved - freed, 0, stream + part.split * gathered + tensors * product),
-        Moment("MLP's input", (":mlp", "down"), saved - inside, 0, of_up + joined * matrix * e),
-        Moment(f"{last}'s gradient", (":mlp", last), saved - inside, 0, stream + dx, joined * matrix * part.r),
+        Moment("MLP's input", (":mlp", "down"), saved - inside, 0, of_up),
+        Moment(f"{last}'s gradient", (":mlp", last), saved - inside, 0, stream + dx, matrix * part.r),
     ]
 
 

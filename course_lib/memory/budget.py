@@ -222,7 +222,7 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
     peak["parameters"] = states.parameters if offload.parameters == "device" else 0
     peak["optimizer"] = states.optimizer if offload.optimizer == "device" else 0
     if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
-        peak["gradients"] += states.gradients  # FP32 gradients are there all the time
+        peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
     at_peak = {kind: peak[kind] for kind in KINDS}
     places = Counter(bytes_by_place(states, offload))
     places[offload.activations] += moved_bytes(layout, pp_rank, stages)

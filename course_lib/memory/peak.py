@@ -32,7 +32,7 @@ _STEADY = 2  # times as many micro-batches as stages: a rank holds no more with 
 
 
 class Instant(NamedTuple):
-    """A backward of one stage, or a part of it, and the micro-batches that are there beside its own.
+    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
 
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
     done      stages whose gradients are there, because a backward has gone through; `begun` its first part
@@ -66,18 +66,17 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
         posted |= {message for message, _ in step.post}
         posted.discard(step.needs)
         on_the_way -= {*step.arrived}
-        saved[stage] += {"F": 1, "B": -1, "I": -1, "W": 0}[op]
+        saved[stage] -= op in "BI"
         waiting[stage] -= op == "W"
-        if op != "F":
-            messages = len(posted) + len(on_the_way) + (op != "W" and step.needs is not None)
-            now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
-            like = found.setdefault((op, stage, now.begun, now.done), [])
-            if not any(
-                now.saved <= one.saved and now.waiting <= one.waiting and messages <= one.messages for one in like
-            ):
-                like.append(now)
-            (begun if op == "I" else done).add(stage)
+        messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
+        now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
+        like = found.setdefault((op, stage, now.begun, now.done), [])
+        if not any(now.saved <= one.saved and now.waiting <= one.waiting and messages <= one.messages for one in like):
+            like.append(now)
+        saved[stage] += op == "F"
         waiting[stage] += op == "I"
+        if op != "F":
+            (begun if op == "I" else done).add(stage)
         if step.gives is not None:
             (posted if step.dst is None else on_the_way).add(step.gives)
     return tuple(one for like in found.values() for one in like)
@@ -115,6 +114,10 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 
 def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
+    if now.op == "F":
+        if stage.forward:
+            yield "experts", Held(activations=stage.forward)
+        return
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
         left, before = sum(stage.waiting.values()), gradients.at_once
