@@ -46,7 +46,7 @@ class Stage:
     waiting               between the two parts of a split backward: what gradients of weights need, by unit
     moments               of its backward
     moved                 off the device, of all that is saved
-    forward               of its forward pass where that holds more than it saves: with experts
+    forward               of its forward pass, where that can be the fullest: a loss over tp, experts
     """
 
     activations: int
@@ -82,7 +82,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
-    forward = 0
+    forward = total + logits + moments[0].work if is_last and layout.tp > 1 else 0
     for layer in reversed(layers):
         sort = sorts[layer]
         if sort and layout.recompute != "full":
@@ -139,18 +139,43 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
         forward = gathered + _forward_of_experts(part) if layout.recompute == "full" else 0  # made again
         backward = config.moe.top_k * 3 + (config.moe.num_shared_experts > 0)  # a shared expert's is through
         work = max(backward * part.routed * config.d_model * e, forward) - second.get("shared experts", 0)
+        if part.split and config.moe.num_shared_experts:  # its products wait: gradients of outputs, down's input
+            work += gathered + 3 * rows * config.moe.num_shared_experts * config.moe.d_expert * e
         of_mlp = [Moment("experts", (":mlp", "shared"), in_mlp, 0, stream + work)]
     else:
         of_mlp = _mlp_moments(part, in_mlp, second, stream, gathered)
+    waits = part.split and not gathered  # down's gradient is the residual's
     o = 0 if part.split or part.run.lora is not None else config.num_heads * config.value_dim * config.d_model
     out = rows * config.num_heads * config.value_dim * e
+    of_input = []
+    if config.mla is None and not part.is_away:
+        widths = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        left_of_core = left - first["core"] - first["input of o"]
+        of_input = [
+            Moment("attention's input", (":attention", "o"), left_of_core, 0, stream + _input_work(part, widths))
+        ]
     return [
         *of_mlp,
-        Moment("second norm", (":mlp", "*"), in_norm, 0, 2 * stream + _norm_work(part)),
+        Moment("second norm", (":mlp", "*"), in_norm, 0, (2 - waits) * stream + _norm_work(part)),
         Moment("output of attention", (":attention", ""), in_core, 0, stream + gathered + out + o * e),
         Moment("o's gradient", (":attention", "o"), in_core, 0, stream + out, o * part.r),
         Moment("attention", (":attention", "o"), in_core, 0, stream + _core_work(part)),
+        *of_input,
     ]
+
+
+def _input_work(part: Part, widths: Sequence[int]) -> int:
+    """What backward of matrices with one input needs: gradients of outputs and input, the input gathered again, theirs.
+
+    Over tp they are one operator. Sequences of several in a batch are copied when they are gathered or scattered.
+    """
+    layout, D, e = part.run.layout, part.local.d_model, part.e
+    of_input, copies = part.rows * D * e, 1 + (layout.micro_batch > 1)
+    again = copies * of_input * (part.entered < part.rows) + part.own_rows * D * e * layout.sequence_parallel
+    matrices = (sum(widths) if layout.tp > 1 else max(widths)) * D * e
+    trains = not part.split and part.run.lora is None
+    is_summed = layout.tp > 1 and (len(widths) > 1 or (layout.sequence_parallel and copies > 1))
+    return part.rows * sum(widths) * e + again + of_input + max(of_input * is_summed, matrices * trains)
 
 
 def _forward_of_experts(part: Part) -> int:
@@ -158,11 +183,13 @@ def _forward_of_experts(part: Part) -> int:
     config, layout = part.local, part.run.layout
     tokens = part.routed * config.d_model * part.e
     sent = config.moe.top_k * tokens
+    entered = tokens * (part.e < FP32 and not config.moe.num_shared_experts)  # what router and shared experts read
+    entered += part.own_rows * config.d_model * part.e * (layout.sequence_parallel and not layout.folded)
     if layout.ep == 1:
-        return sent + 2 * tokens
+        return entered + sent + 2 * tokens
     if layout.expert_method == "plain":
-        return 4 * sent + 2 * tokens
-    return max(sent, 2 * tokens) + 3 * tokens * min(config.moe.top_k, layout.ep)
+        return entered + 4 * sent + 2 * tokens
+    return entered + max(sent, 2 * tokens) + 3 * tokens * min(config.moe.top_k, layout.ep)
 
 
 def _mlp_moments(part: Part, saved: int, terms: Terms, stream: int, gathered: int) -> list[Moment]:
@@ -170,12 +197,9 @@ def _mlp_moments(part: Part, saved: int, terms: Terms, stream: int, gathered: in
     config, rows, e, is_llama = part.local, part.rows, part.e, part.local.family == "llama"
     product, trains = rows * config.d_ff * e, not part.split and part.run.lora is None
     matrix, dx = trains * config.d_ff * config.d_model, rows * config.d_model * e
-    joined = 1 + (is_llama and part.run.layout.tp > 1)  # gate and up in one operator
-    own = part.own_rows * config.d_model * e if gathered else 0
     inside = 0 if part.is_away else terms["MLP"]
     freed = 0 if part.split or part.is_away else rows * config.d_ff * part.saves("down")
-    of_up = (1 + is_llama) * product + own + (dx if part.entered < rows else 0) + dx
-    of_up = stream + max(of_up + dx * (joined > 1 or gathered > 0), of_up + joined * matrix * e)
+    of_up = stream + _input_work(part, [config.d_ff] * (1 + is_llama))
     last = "gate" if is_llama else "up"
     tensors = 3 if is_llama else 2
     return [
@@ -206,7 +230,8 @@ def _core_work(part: Part) -> int:
     if layout.cp_method == "ulysses":
         return 2 * (queries + pairs + out)
     wider = part.fp32 // e  # sums over blocks of keys are in FP32
-    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 3 * wider + 3
+    in_ring = 3 * wider + 3 if layout.cp == 2 else 5 * wider + 3  # sums: mine, one received, one sent; and the next two
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else in_ring
     return out + queries * (wider + (wider > 1)) + 3 * filled + pairs * blocks
 
 

@@ -47,6 +47,11 @@ class Instant(NamedTuple):
     done: frozenset[int]
     messages: int
 
+    def holds_no_more_than(self, other: Instant) -> bool:
+        """Whether less, or as much, is there beside its own micro-batch: a message is less than what one saved."""
+        totals = [one.saved.total() + one.waiting.total() + one.messages for one in (self, other)]
+        return self.saved <= other.saved and self.waiting <= other.waiting and totals[0] <= totals[1]
+
 
 def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
     """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
@@ -71,8 +76,8 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
         messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
         now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
         like = found.setdefault((op, stage, now.begun, now.done), [])
-        if not any(now.saved <= one.saved and now.waiting <= one.waiting and messages <= one.messages for one in like):
-            like.append(now)
+        if not any(now.holds_no_more_than(one) for one in like):
+            like[:] = [*(one for one in like if not one.holds_no_more_than(now)), now]
         saved[stage] += op == "F"
         waiting[stage] += op == "I"
         if op != "F":
@@ -102,6 +107,8 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
     message   bytes of what goes from stage to stage
     """
     for now in instants(layout, pp_rank):
+        if now.op == "F" and not stages[now.stage][0].forward:
+            continue
         held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
             made = gradients.held if one in now.done else gradients.at_once if one in now.begun else 0
@@ -115,8 +122,7 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     if now.op == "F":
-        if stage.forward:
-            yield "experts", Held(activations=stage.forward)
+        yield "fullest", Held(activations=stage.forward)
         return
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
