@@ -123,6 +123,8 @@ def _total(terms: dict[str, int]) -> int:
 def _layer_moments(part: Part, layer: int) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
     config, layout, rows, e = part.local, part.run.layout, part.rows, part.e
+    if not part.in_layers:
+        return []
     whole, has_experts = layer_terms(part, layer, "none"), config.has_experts(layer)
     first, second = whole if layout.recompute == "full" or part.run.operators else layer_terms(part, layer)
     saved, stream = _total(first) + _total(second), part.own_rows * config.d_model * part.r
