@@ -132,7 +132,9 @@ def main(count: int = 300, families: Sequence[str] = FAMILIES) -> None:
             if number not in have:
                 pp_rank, _ = fullest(run)
                 with PEAKS.open("a", newline="") as file:
-                    csv.writer(file).writerow([family, number, pp_rank, simulated_bytes(run, pp_rank)])
+                    csv.writer(file, lineterminator="\n").writerow(
+                        [family, number, pp_rank, simulated_bytes(run, pp_rank)]
+                    )
         print(line(family), flush=True)
 
 

@@ -43,7 +43,7 @@ class Stage:
     """Bytes of one micro-batch on one stage.
 
     activations, logits   saved from its forward to its backward pass
-    waiting               between the two parts of a split backward: what gradients of weights need, by unit
+    waits                 between the two parts of a split backward: what gradients of weights need, by unit
     moments               of its backward
     moved                 off the device, of all that is saved
     forward               of its forward pass, where that can be the fullest: a loss over tp, experts
@@ -51,10 +51,15 @@ class Stage:
 
     activations: int
     logits: int
-    waiting: dict[str, int]
+    waits: dict[str, int]
     moments: tuple[Moment, ...]
     moved: int = 0
-    forward: int = 0
+    forward: Moment | None = None
+
+    @property
+    def waiting(self) -> int:
+        """All that waits for gradients of weights."""
+        return sum(self.waits.values())
 
     @property
     def total(self) -> int:
@@ -82,12 +87,13 @@ def stage_of(part: Part, stage: int) -> Stage:
     of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
-    forward = total + logits + moments[0].work if is_last and layout.tp > 1 else 0
+    forward = [moments[0]] if is_last and layout.tp > 1 else []
     for layer in reversed(layers):
         sort = sorts[layer]
         if sort and layout.recompute != "full":
             second = layer_terms(part, layer)[1]
-            forward = max(forward, kept - second.get("shared experts", 0) + _forward_of_experts(part))
+            there = targets + kept - second.get("shared experts", 0)
+            forward.append(Moment("experts, forward", ("", ""), there, 0, _forward_of_experts(part)))
         kept -= saved[sort]
         # activations fall from layer to layer and gradients grow: between like layers none is the fullest
         is_between = all(sorts.get(layer + step) == sort for step in (-2, -1, 1, 2))
@@ -110,7 +116,11 @@ def stage_of(part: Part, stage: int) -> Stage:
     moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
     if part.is_away:
         return Stage(targets, 0, of_units, moments, total + logits)
-    return Stage(targets + total, logits, of_units, moments, forward=targets + forward)
+    return Stage(targets + total, logits, of_units, moments, 0, max(forward, key=_bytes_of, default=None))
+
+
+def _bytes_of(moment: Moment) -> int:
+    return moment.activations + moment.logits + moment.work
 
 
 def _total(terms: dict[str, int]) -> int:
@@ -250,10 +260,11 @@ def _end_moments(part: Part, total: int, end: dict[str, int], logits: int) -> li
     if e < FP32:  # beside a copy in FP32
         loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
     dx, weight = rows * D * e, 0 if part.run.lora is not None or part.split else V * D
+    cast = weight * (e + part.r) * (e != part.r)
     return [
         Moment("loss", ("", ""), here, logits, loss),
         Moment("head", ("end", ""), here, 0, numel * e + dx + weight * e),
-        Moment("head's cast", ("end", ""), left, 0, dx + weight * (e + part.r) * (e != part.r)),
+        *([Moment("head's cast", ("end", ""), left, 0, dx + cast)] if cast else []),
         Moment("head's gradient", ("end", "head"), left, 0, dx, weight * part.r),
         of_norm,
     ]

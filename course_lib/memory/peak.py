@@ -113,7 +113,7 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
         for one, (stage, gradients) in stages.items():
             made = gradients.held if one in now.done else gradients.at_once if one in now.begun else 0
             saved = now.saved[one]
-            activations = saved * stage.activations + now.waiting[one] * sum(stage.waiting.values())
+            activations = saved * stage.activations + now.waiting[one] * stage.waiting
             held = held.plus(Held(made, activations, saved * stage.logits))
         for name, own in backward_moments(now, *stages[now.stage]):
             yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
@@ -122,15 +122,16 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     if now.op == "F":
-        yield "fullest", Held(activations=stage.forward)
+        one = stage.forward
+        yield one.name, Held(activations=one.activations, logits=one.logits, temporary=one.work)
         return
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
-        left, before = sum(stage.waiting.values()), gradients.at_once
+        left, before = stage.waiting, gradients.at_once
         for unit, products in gradients.products.items():
             for there, original in products:
                 yield f"product of {unit}", Held(is_first * (before - gradients.at_once), left, temporary=original)
-                left, before = left - stage.waiting.get(unit, 0) // len(products), there
+                left, before = left - stage.waits.get(unit, 0) // len(products), there
                 yield f"gradient of {unit}", Held(is_first * (there - gradients.at_once), left, temporary=original)
         return
     for one in stage.moments:

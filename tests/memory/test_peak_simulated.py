@@ -15,7 +15,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.run import Run
 
-USUAL, NINE_IN_TEN, MOST, OTHER_VERDICT = 0.01, 0.05, 0.14, 0.01
+USUAL, NINE_IN_TEN, MOST, OTHER_VERDICT = 0.01, 0.04, 0.12, 0.01
 LIVE = {"llama": 31, "gpt": 37, "experts": 3, "latent": 5}  # of each a run that is simulated in a second or two
 
 
