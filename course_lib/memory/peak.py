@@ -111,7 +111,8 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
             continue
         held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
-            made = gradients.held if one in now.done else gradients.at_once if one in now.begun else 0
+            made = gradients.at_once if one in now.begun else 0
+            made = gradients.held if one in now.done else made
             saved = now.saved[one]
             activations = saved * stage.activations + now.waiting[one] * stage.waiting
             held = held.plus(Held(made, activations, saved * stage.logits))
