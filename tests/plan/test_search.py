@@ -27,11 +27,14 @@ from course_lib.plan.space import leaner, shapes, sharded
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 SMALL_GPU = replace(gpu("h100"), usable_bytes=2 * 2**30)  # of which 1.1 to 1.9 GiB are no tensors
+LEAN_GPU = replace(SMALL_GPU, usable_bytes=1.3 * 2**30)
 WIDE = replace(
     LLAMA, d_model=1024, num_heads=8, d_ff=2048, head_dim=128, vocab_size=8192, num_layers=8, max_seq_len=8192
 )
 EXPERTS = replace(WIDE, name="experts", moe=MODELS["experts"].moe)
-LATENT = replace(EXPERTS, name="latent experts", num_kv_heads=8, head_dim=96, mla=MlaConfig(256, 128, 64, 32, 64))
+LATENT = replace(
+    EXPERTS, name="latent experts", num_layers=4, num_kv_heads=8, head_dim=96, mla=MlaConfig(256, 128, 64, 32, 64)
+)
 TIED = replace(WIDE, name="tied", tied=True, num_layers=6, d_model=512, head_dim=64, max_seq_len=8192)
 TIGHT = Job(WIDE, replace(H100, gpu=SMALL_GPU, gpus_per_node=4), 8, 512, 32 * 512)
 ROOMY = Job(replace(LLAMA, d_model=512, num_heads=8, d_ff=2048, head_dim=64), H100, 16, 512, 32 * 512)
@@ -40,7 +43,7 @@ JOBS = [
     replace(TIGHT, num_gpus=4),
     replace(TIGHT, config=EXPERTS, batch_tokens=16 * 512),
     replace(TIGHT, config=TIED, num_gpus=16, seq_len=8192, batch_tokens=16 * 8192),
-    replace(TIGHT, config=LATENT, num_gpus=16, batch_tokens=16 * 512),
+    replace(TIGHT, config=LATENT, cluster=replace(TIGHT.cluster, gpu=LEAN_GPU), batch_tokens=8 * 512),
     replace(TIGHT, engine="megatron"),
     replace(TIGHT, engine="megatron", config=EXPERTS, num_gpus=4),
     replace(TIGHT, engine="torchtitan", num_gpus=16),
