@@ -2,7 +2,6 @@
 
 import random
 from functools import cache
-from unittest.mock import patch
 
 import pytest
 from harness import EXHAUSTIVE
@@ -10,8 +9,7 @@ from harness import EXHAUSTIVE
 from course_lib.checks.ch10 import choice
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
-from course_lib.minimal import choose as chart
-from course_lib.minimal.choose import choose, ladder
+from course_lib.minimal.choose import choose
 from course_lib.plan import Job, search
 
 K, M = 2**10, 2**20
@@ -116,23 +114,6 @@ def test_exercise_7_measures_with_the_fastest_and_not_with_the_advised_layout(se
     chosen, found = choose(job).option, search(job, enough=1)
     assert found.best.step_s > chosen.step_s
     assert choice._fastest(job) == found.fastest and found.fastest.step_s <= chosen.step_s * (1 + 1e-9)
-
-
-@pytest.mark.slow
-def test_to_stop_where_it_fits_is_slower():
-    job = job_of(*CASES[10])
-    with patch.object(chart, "MOST_WAITING", 1.0):
-        first = choose(job).option
-    assert first.fits and chosen_for(CASES[10]).option.step_s < 0.95 * first.step_s
-
-
-@pytest.mark.slow
-def test_a_ladder_without_zero_3_is_slower():
-    job = job_of(*CASES[11])
-    rungs = [(step, choices) for step, choices in ladder(job) if choices["zero_stage"] == 1]
-    with patch.object(chart, "ladder", lambda job: iter(rungs)):
-        without = choose(job).option
-    assert chosen_for(CASES[11]).option.step_s < 0.95 * without.step_s
 
 
 def test_what_fits_nowhere_is_refused_in_a_sentence():

@@ -21,7 +21,6 @@ def test_the_balance_loss_is_below_1_where_experts_with_little_load_have_high_sc
     assert balance_loss(logits_TE, torch.tensor([[0], [0], [0], [1]])).item() == pytest.approx(0.9)
 
 
-# ------------------------------------------------------------------------------------ planted bugs
 def test_weights_in_the_order_of_tokens_differ(monkeypatch):
     layer, x_TD = MoE(*layer_parts()), tokens_of_rank(0)
     right = layer(x_TD)

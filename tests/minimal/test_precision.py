@@ -8,7 +8,7 @@ import torch
 
 from course_lib.compare.one_gpu import TINY as CONFIG
 from course_lib.compare.one_gpu import train_tiny, zipf_batch
-from course_lib.minimal.precision import LossScaling, MasterWeights, OneDtype, stochastic_round
+from course_lib.minimal.precision import LossScaling, OneDtype, stochastic_round
 from course_lib.model import build
 from course_lib.training import loss_of
 
@@ -17,15 +17,6 @@ bf16, fp16 = torch.bfloat16, torch.float16
 
 def difference(found, expected) -> float:
     return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, expected, strict=True))
-
-
-class RoundsTheMasters(MasterWeights):
-    """Starts each update from the rounded parameters."""
-
-    def update(self):
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.data = param.detach().float()
-        super().update()
 
 
 class ForgetsToDivide(LossScaling):
@@ -63,13 +54,6 @@ def sgd_difference(trainer) -> float:
 @pytest.mark.parametrize("wrong", [ForgetsToDivide, DividesBeforeConverting])
 def test_a_planted_bug_in_the_scale_changes_the_master_weights(wrong):
     assert sgd_difference(LossScaling) == 0 and sgd_difference(wrong) > 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_master_weights_keep_what_rounding_loses_and_a_planted_bug_does_not():
-    right, wrong = (train_tiny(trainer, bf16, steps=20).moved for trainer in (MasterWeights, RoundsTheMasters))
-    assert right > 0.7 and wrong < 0.25 and train_tiny(OneDtype, bf16, steps=20).moved < 0.25
 
 
 def test_a_parameter_that_became_nan_did_not_move():
