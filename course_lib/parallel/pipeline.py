@@ -38,6 +38,7 @@ from course_lib.parallel.engine import Engine, MicroBatches
 from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients
+from course_lib.parallel.whole import put_together
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
@@ -72,7 +73,6 @@ class Pipeline(nn.Module, Engine):
         self.schedule_of, self.norm_groups, self.loss_group = schedule_of, (group,), group
         self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
         self.dtype = next(model.parameters()).dtype
-        self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
         mine = first.stages_of_rank(group.rank())
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers_of_stage) for stage in mine})
         self.delayed: dict[int, DelayedWeightGradients] = {}
@@ -90,12 +90,9 @@ class Pipeline(nn.Module, Engine):
         return ((param, 2 if param is tied else 1) for param in self.parameters() if param.requires_grad)
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """All ranks' tensors, gathered: the slow and simple way."""
         tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
-        gathered = comm.all_gather_tensors({n: x for n, x in tensors.items() if x is not None}, self.group)
-        device = next(self.parameters()).device
-        together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
-        return {name: together[name] for name in self.names if name in together}
+        found = {name: x for name, x in tensors.items() if x is not None}
+        return put_together(self.config, found, {}, self.group)
 
     @property
     def num_stages(self) -> int:
