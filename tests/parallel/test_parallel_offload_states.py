@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from course_lib.launch import launch
 from course_lib.memory.states import StateBytes
-from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
-from course_lib.model import build
-from course_lib.model.llama import preset
-from course_lib.parallel import engine as engines
-from course_lib.parallel import zero
+from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.parallel.offload_states import OffloadedAdamW
 from course_lib.training import MasterAdamW
 from course_lib.training.precision import accumulate_in_fp32
@@ -107,35 +101,6 @@ def test_a_run_goes_on_from_a_state_dict_whatever_the_place(places):
     for optimizer in (first, second):
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()
-
-
-def zero_infinity(grad_dtype):
-    """Whole parameters after two steps of stage 3, by where the states wait; bytes of the last step on disk."""
-    group, config = dist.group.WORLD, preset("toy")
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(dist.get_rank()))
-    batches = [(tokens[:, :-1], tokens[:, 1:])] * 2
-    found, kwargs = {}, {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    for place in ("device", "host", "disk"):
-        engine = zero.build(build(config, dtype=BF16), group, grad_dtype=grad_dtype)
-        if place == "device":
-            optimizer = engines.make_optimizer(engine, **kwargs)
-        else:
-            optimizer = OffloadedAdamW([flat.shard_p for flat in engine.flats], place, **kwargs)
-        for _ in range(2):
-            engines.step(engine, batches, optimizer, clip_norm=0.5)
-        found[place] = engines.full_parameters(engine)
-    optimizer.close()
-    return found, optimizer.link_bytes
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("grad_dtype", "recipe"), [(None, "bf16-master"), (torch.float32, "bf16-master-fp32-grads")])
-def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
-    states = zero_state_bytes(layer_units(preset("toy")), 3, 2, recipe)
-    for found, crossed in launch(zero_infinity, 2, grad_dtype):
-        for name, expected in found["device"].items():
-            assert torch.equal(found["host"][name], expected) and torch.equal(found["disk"][name], expected)
-        assert crossed == offload_link_bytes(states, Offload("disk"))
 
 
 def test_the_file_has_no_name_and_its_space_is_given_back(tmp_path):
