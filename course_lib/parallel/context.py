@@ -33,6 +33,7 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
+from course_lib.parallel import engine as engines
 from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace, cross_entropy
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
@@ -182,17 +183,9 @@ def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_shardi
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:
     """Raises ValueError for lengths that do not divide over the ranks, or that the model has no positions for."""
-    if not micro_batches:
-        raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
-    for x_BS, y_BS in micro_batches:
-        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
-            raise ValueError(
-                f"x_BS and y_BS have shapes {tuple(x_BS.shape)} and {tuple(y_BS.shape)}; both must be (B, S)"
-            )
-        seq_len, limit = x_BS.shape[1], engine.config.max_seq_len
+    engines.check_micro_batches(engine, micro_batches)
+    for x_BS, _ in micro_batches:
         if engine.context.outer_group is None:
-            check_context(seq_len, engine.context.group.size(), engine.context.sequence_sharding)
+            check_context(x_BS.shape[1], engine.context.group.size(), engine.context.sequence_sharding)
         else:
-            engine.context.positions(seq_len)
-        if engine.config.family == "gpt" and seq_len > limit:
-            raise ValueError(f"seq_len ({seq_len}) exceeds the learned positions ({limit}); use shorter sequences")
+            engine.context.positions(x_BS.shape[1])

@@ -23,7 +23,6 @@ With tensor parallelism as well: parallel/five_d.py, whose blocks expert_tensor.
 Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961), section 3.1
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +38,7 @@ from course_lib.model.moe import MoE, moe_layers
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
 from course_lib.parallel.tensor import sum_gradients
+from course_lib.parallel.whole import put_together
 
 # --- who talks to whom
 
@@ -100,18 +100,7 @@ class ExpertParallel(ModelEngine):
             yield param, (self.groups.expert_dp if param in experts else self.groups.dp).size()
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """Each rank's experts, gathered over ep."""
-        whole = {}
-        for name, x in super().whole(tensor_of).items():
-            expert = re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name)
-            if expert is None:
-                whole[name] = x
-                continue
-            before, number, after = expert.groups()
-            place = int(number) % self.layout.experts_per_rank
-            for ep_rank, of_rank in enumerate(comm.all_gather(x[None].contiguous(), self.groups.ep)):
-                whole[f"{before}{ep_rank * self.layout.experts_per_rank + place}{after}"] = of_rank.clone()
-        return whole
+        return put_together(self.config, super().whole(tensor_of), {}, self.groups.dp)
 
 
 def build(

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.parallel.channels import Pair, connect, pairs_of
-from course_lib.parallel.engine import Engine, MicroBatches
+from course_lib.parallel.engine import Engine, MicroBatches, check_micro_batches
 from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients
@@ -214,22 +214,6 @@ def execute(engine: Pipeline, micro_batches: MicroBatches, runner: StageRunner) 
     loss = executor.run()
     engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
     return loss
-
-
-def check_micro_batches(engine: Pipeline, micro_batches: MicroBatches) -> None:
-    """Raises ValueError if there is none, or one that does not fit, on every rank alike."""
-    if len(micro_batches) == 0:
-        raise ValueError("there are no micro-batches; give a list of one (x_BS, y_BS) or more")
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
-            raise ValueError(
-                f"micro-batch {index} has inputs {tuple(x_BS.shape)} and targets {tuple(y_BS.shape)}; "
-                "both must be B x S, alike"
-            )
-        if engine.config.family == "gpt" and x_BS.shape[1] > engine.config.max_seq_len:
-            raise ValueError(
-                f"micro-batch {index} has {x_BS.shape[1]} tokens; max_seq_len is {engine.config.max_seq_len}"
-            )
 
 
 def sum_tied(engine: Pipeline) -> None:

@@ -192,9 +192,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         "family": "family is 'xlmr'",
         "twice": "replaced already",
         "length": "seq_len (18) must be a multiple of 2 x cp (4)",
-        "labels": "both must be (B, S)",
-        "none": "give at least one",
-        "positions": "seq_len (40) exceeds the learned positions (32)",
+        "labels": "both must be B x S",
+        "none": "there are no micro-batches",
+        "positions": "has 40 tokens; max_seq_len is 32",
     }
     for rank in launch(refusals, 2):
         assert rank.keys() == expected.keys()
