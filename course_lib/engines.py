@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, Count, Share, check_fields, one_of, read_toml
+from course_lib.validate import Amount, Bytes, Checked, Count, Share, one_of, read_toml
 
 
 @dataclass(frozen=True)
-class File:
+class File(Checked):
     """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
 
     program         who reads it
@@ -63,12 +63,9 @@ class File:
     lacks: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineFacts(Checked):
     """Facts of one engine.
 
     States
@@ -151,9 +148,6 @@ class EngineFacts:
     hides_data: bool = True
     hides_ep: tuple[str, ...] = ()
     counts_tied_twice: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def _read() -> tuple[dict[str, EngineFacts], dict[str, File]]:
