@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, UseAppendAction, subcommand
 
 from course_lib.cluster.options import Check
-from course_lib.cluster.site import Site, write_site
+from course_lib.cluster.pods import jobset
+from course_lib.cluster.site import Site, batch_script, write_site
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def cluster(
         from course_lib.cluster.__main__ import run_as_script
 
         run_as_script(do)
-    for path in write_site(do.site, do.folder, do.force, do.kind):
+    job, suffix = (batch_script, "sbatch") if do.kind == "slurm" else (jobset, "yaml")
+    for path in write_site(do.site, do.folder, do.force, job, suffix):
         print(path)
     start = "sbatch check.sbatch" if do.kind == "slurm" else "kubectl apply -f check.yaml"
     print(f"change what is not as on your cluster, then: {start}")

@@ -170,15 +170,11 @@ def layout_of(site: Site) -> str:
 
 
 @checked
-def write_site(site: Site, folder: Path, force: bool = False, kind: str = "slurm") -> list[Path]:
-    """Write site.toml and the jobs "train" and "check" into a folder: as .sbatch for Slurm, as .yaml for Kubernetes.
+def write_site(site: Site, folder: Path, force: bool = False, job=batch_script, suffix: str = "sbatch") -> list[Path]:
+    """Write site.toml and two jobs, "train" and "check", into a folder; `job` returns the text of each.
 
-    Raises   ValueError if one of them is there and is not to be overwritten, nothing can be written there, or a pod
-             cannot have what the site asks for
+    Raises   ValueError if one of them is there and is not to be overwritten, or nothing can be written there
     """
-    from course_lib.cluster.pods import jobset  # it needs this module
-
-    suffix, job = {"slurm": ("sbatch", batch_script), "kubernetes": ("yaml", jobset)}[kind]
     texts = {"site.toml": site.to_toml()}
     texts |= {f"{what}.{suffix}": job(site, what) for what in ("train", "check")}
     there = [name for name in texts if (folder / name).exists()]
