@@ -127,7 +127,7 @@ def report(found: Plan, show: int) -> dict:
         "best": told(found.best),
         "ranked": [told(option) for option in found.ranked[:show]],
         "front": [told(option) for option in found.front],
-        "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in found.rejected],
+        "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in found.rejected],
         "explanation": explain(found),
     }
 
