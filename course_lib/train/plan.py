@@ -47,6 +47,7 @@ class TrainPlan(TrainSettings):
     spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
+    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory, for tp 1
 
     def __post_init__(self):
         super().__post_init__()
