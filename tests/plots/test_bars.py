@@ -124,6 +124,8 @@ def test_a_block_has_all_that_its_rank_sends_along_each_axis():
         for label, note in chart.notes.items():
             size, unit = note.split()
             drawn.setdefault(label.split()[0], []).append(len(chart.rows[label]) * float(size) * UNITS[unit])
+        in_layer = {label: len(chart.rows[label]) for label in chart.rows if label.startswith(("tp", "ep"))}
+        assert in_layer == {"tp all-gather": 2, "tp reduce-scatter": 2, "ep all-to-all": 2}
     wanted = {axis: size for axis, size in sent(run, rank).items() if axis != "world"}
     assert {axis: sum(sizes) for axis, sizes in drawn.items()} == pytest.approx(wanted, rel=0.004)
 
