@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.measure.storages import is_dtensor, local_tensors, replaced, returns_fresh_storage, sharding_propagation
 from course_lib.measure.timeline import KINDS, Timeline
+from course_lib.validate import one_of
 
 __all__ = ["KINDS", "MemoryTracker", "Timeline"]
 
@@ -174,8 +175,7 @@ class MemoryTracker(TorchDispatchMode):
 
         Raises   ValueError if kind is none of KINDS
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        one_of("kind", kind, KINDS)
         return self.current_by_kind()[kind]
 
     def current_by_kind(self) -> dict[str, int]:
@@ -195,8 +195,7 @@ class MemoryTracker(TorchDispatchMode):
 
         Raises   ValueError if kind is none of KINDS
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        one_of("kind", kind, KINDS)
         for local in local_tensors(tensor):
             if local.device.type == self.device_type or local.device.type == "meta":
                 self._set_kind(local.untyped_storage(), kind)
