@@ -128,7 +128,7 @@ def watch(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     world = SlurmWorld(tmp_path, 2)
     world.job = "Slurm job 7"
-    watch = _slurm.SlurmWatch(world, 2, _slurm.Output(tmp_path / "ranks", 2, live=False), tmp_path / "ranks")
+    watch = _slurm.SlurmWatch(world, 2, _slurm.Output(tmp_path / "ranks", 2), tmp_path / "ranks")
     watch.said, watch.folder = "RUNNING|None\n", tmp_path
     monkeypatch.setattr(_slurm, "_ask", lambda *command: watch.said)
     monkeypatch.setattr(_slurm, "WAITING_FILES_S", 0.0)
