@@ -25,7 +25,7 @@ PRECISIONS = {
     "bf16-master-fp32-grads": ("bfloat16", "float32"),
     "fp64": ("float64", None),
 }
-_SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
+_SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks")
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 _SHOWN_CHARS = 16  # of a text or a checksum in an error
 _DECAYS = ("none", "cosine")
@@ -44,7 +44,6 @@ class TrainPlan(TrainSettings):
     spike_factor: Amount = 0.0  # a step whose loss or norm is above this x the median is rolled back; 0: none is
     spike_window: Size = 20  # of so many good steps
     spike_rollbacks: Count = 3  # the run ends with an error at the spike after these
-    spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
 
@@ -166,10 +165,9 @@ def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where
 
 def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
     """Raises ValueError if spikes are to be rolled back and there would be nothing to go back to."""
-    if plan.spike_factor and checkpoints is None and not plan.spike_copy_every:
+    if plan.spike_factor and checkpoints is None:
         raise ValueError(
-            f"spike_factor is {plan.spike_factor} and there is no state to go back to; give a folder of checkpoints, "
-            "or spike_copy_every"
+            f"spike_factor is {plan.spike_factor} and there is no state to go back to; give a folder of checkpoints"
         )
 
 

@@ -4,8 +4,7 @@ A step is a spike if its loss or its gradient norm is no finite number, or above
 last `spike_window` good steps. All ranks agree, load the state of an earlier step, and go on with the same steps over
 the order of batches without that one. So a run that was rolled back is bit for bit a run whose data never had it.
 
-The good state is the last complete checkpoint, or with `spike_copy_every` a copy in the memory of each rank's host: as
-many bytes as the rank has in parameters and optimizer states, `StateCopy.num_bytes` says how many.
+The good state is the last complete checkpoint.
 
 Source   Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1: a checkpoint some 100 steps before the spike, and 200 to
          500 batches left out. Here it is one batch, found by its step
@@ -17,7 +16,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from course_lib import checkpoint, comm
 from course_lib.parallel import engine as engines
@@ -25,7 +23,6 @@ from course_lib.parallel import five_d
 from course_lib.train.plan import Checkpoints, TrainPlan
 from course_lib.train.stop import agreed
 from course_lib.validate import Index
-from course_lib.weights.pieces import buffers_of, parameters_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -55,48 +52,6 @@ def spike_in(value: float, earlier: Sequence[float], plan: TrainPlan, what: str)
     return f"{what} is {value:.4g}, {value / median(last):.1f} times the median of {plan.spike_window} steps"
 
 
-class StateCopy:
-    """Parameters, buffers and optimizer states of a rank after some steps, in the memory of its host."""
-
-    @torch.no_grad()
-    def __init__(self, engine: five_d.FiveD, optimizer: Optimizer, steps_done: int):
-        held = [holding.tensor for holding in [*parameters_of(engine), *buffers_of(engine)]]
-        self.steps_done = steps_done
-        self.tensors = [(tensor, _host_copy(tensor)) for tensor in held]
-        self.states = {
-            param: {key: _host_copy(x) if isinstance(x, Tensor) else x for key, x in state.items()}
-            for param, state in optimizer.state.items()
-        }
-        self.options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
-
-    @property
-    def num_bytes(self) -> int:
-        """What the copy takes."""
-        states = [x for state in self.states.values() for x in state.values() if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in [*(copy for _, copy in self.tensors), *states])
-
-    @torch.no_grad()
-    def restore(self, engine: five_d.FiveD, optimizer: Optimizer) -> None:
-        """Put everything back; under ZeRO the ranks tell each other what they computed with."""
-        for tensor, copy in self.tensors:
-            tensor.copy_(copy)
-        optimizer.state.clear()
-        for param, state in self.states.items():
-            optimizer.state[param] = {
-                key: x.to(param.device if key != "step" else x.device, copy=True) if isinstance(x, Tensor) else x
-                for key, x in state.items()
-            }
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group.update(options)
-        for sharded in engine.data_engines.values():
-            sharded.share_update()
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True)
-
-
 class SpikeGuard:
     """What a run needs for the rule: the batches that it skips, and losses and norms of its good steps.
 
@@ -114,7 +69,6 @@ class SpikeGuard:
         self.engine, self.optimizer, self.plan, self.checkpoints = engine, optimizer, plan, checkpoints
         self.skipped: list[int] = list((about or {}).get("skipped_batches", []))
         self.good: list[list[float]] = [list(pair) for pair in (about or {}).get("last_good", [])]  # [loss, norm]
-        self.copy: StateCopy | None = None
         self.rollbacks = 0
 
     def about(self) -> dict:
@@ -125,24 +79,9 @@ class SpikeGuard:
         """The number of the batch of that step."""
         return batch_of_step(step, self.skipped)
 
-    @property
-    def source(self) -> str:
-        """Where the last good state is, in words, with the bytes that a copy takes."""
-        return (
-            f"a copy of {self.copy.num_bytes:,} bytes in memory of this rank's host"
-            if self.copy
-            else "the last checkpoint"
-        )
-
     def needs_first_checkpoint(self, steps_done: int) -> bool:
         """Whether a run of so many steps done has no state to go back to unless it is saved now."""
-        return bool(self.plan.spike_factor) and not self.plan.spike_copy_every and steps_done == 0
-
-    def keep(self, steps_done: int) -> None:
-        """Copy the state, if it is due after so many steps."""
-        every = self.plan.spike_copy_every
-        if self.plan.spike_factor and every and (self.copy is None or steps_done % every == 0):
-            self.copy, self.good_then = StateCopy(self.engine, self.optimizer, steps_done), list(self.good)
+        return bool(self.plan.spike_factor) and steps_done == 0
 
     def find(self, numbers: engines.StepNumbers) -> str:
         """Return why this step is a spike, in words, or nothing; all ranks say the same of whether it is.
@@ -171,14 +110,10 @@ class SpikeGuard:
                 "times already, so look at the data and the devices, or lower the learning rate"
             )
         self.rollbacks += 1
-        if self.copy is not None:
-            self.copy.restore(self.engine, self.optimizer)
-            self.good, done = list(self.good_then), self.copy.steps_done
-        else:
-            restored = checkpoint.load(self.engine, self.optimizer, self.checkpoints.folder)
-            self.good, done = list(restored.about.get("last_good", [])), restored.step
+        restored = checkpoint.load(self.engine, self.optimizer, self.checkpoints.folder)
+        self.good = list(restored.about.get("last_good", []))
         self.skipped.append(batch)
-        return done
+        return restored.step
 
 
 def not_finite_on(numbers: engines.StepNumbers) -> str:

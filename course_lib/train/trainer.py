@@ -176,7 +176,6 @@ def run_steps(
         save(engine, optimizer, checkpoints, settings | guard.about(), first_step)
     step = first_step
     while step < plan.steps:
-        guard.keep(step)
         with clock_step(device, in_parts=log is not None) as seconds:
             micro_batches = batch_of(engine, plan, guard.batch(step), text_T)
             do_step = partial(train_step, engine, optimizer, plan, step, micro_batches)
@@ -286,7 +285,7 @@ def _go_back(
     """Roll back after a spike, say so and write it into the log; returns how many steps are done."""
     batch = guard.batch(step)
     done = guard.roll_back(step, why, numbers)
-    say(f"step {step} is a spike: {why}; back to step {done} from {guard.source}, without batch {batch}")
+    say(f"step {step} is a spike: {why}; back to step {done} from the last checkpoint, without batch {batch}")
     if log is not None:
         log.tell(step=step, back_to_step=done, skipped_batch=batch, why=why)
     return done

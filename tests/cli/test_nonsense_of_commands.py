@@ -193,7 +193,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
             **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
             **{"--warmup": "count", "--compare-every": "count", "--spike-factor": "amount", "--spike-window": "size"},
-            **{"--spike-rollbacks": "count", "--spike-copy-every": "count", "--decay": "word", "--precision": "word"},
+            **{"--spike-rollbacks": "count", "--decay": "word", "--precision": "word"},
         },
     ),
 }

@@ -1,6 +1,5 @@
 """Ranks that hold other numbers are named; so is a slow one."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -79,24 +78,6 @@ def test_the_majority_is_right_and_without_one_all_are_named():
     assert health.differences([{"w": "1"}, {"v": "2"}]) == ""  # pieces of one rank alone
     many = {f"w{i}": "1" for i in range(5)}
     assert health.differences([many, many, dict.fromkeys(many, "2")]) == "rank 2 differs in w0, w1, w2 and 2 more"
-
-
-def own_seconds(slow: int | None) -> int | None:
-    """A data-parallel forward sends nothing; one rank's takes three times as long."""
-    torch.manual_seed(0)
-    layer, x = torch.nn.Linear(256, 256), torch.randn(64, 256)
-    seconds = []
-    for _ in range(9):
-        start = time.thread_time()
-        for _ in range(60 if dist.get_rank() == slow else 20):
-            layer(x)
-        seconds.append(time.thread_time() - start)
-        dist.barrier()
-    return health.slowest_rank(health.gather_seconds(seconds, dist.group.WORLD), factor=2.0)
-
-
-def test_a_slow_rank_is_named_by_all():
-    assert list(launch(own_seconds, 3, 1)) == [1, 1, 1]
 
 
 def test_the_rule_forgets_single_slow_steps_and_needs_a_clear_difference():
