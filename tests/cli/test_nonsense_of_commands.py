@@ -152,7 +152,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
     ),
     "gpu-report": (
         "day.json",
-        "course_lib.cli.gpu_report.page",
+        "course_lib.labs.gpu_day.page",
         {"day.json": "measured", "--folder": "folder to write"},
     ),
     "lab": (
