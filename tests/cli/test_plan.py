@@ -37,16 +37,6 @@ def test_json_has_the_same(model, capsys):
     assert found["best"]["step_s"] == pytest.approx(sum(found["best"]["seconds_by_part"].values()))
 
 
-def test_models_are_presets_or_files_of_one(tmp_path, capsys):
-    assert main(["plan", "llama-3.1-9b", *ASKED]) == 2
-    assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path / "none.json"), *ASKED]) == 2
-    assert "there is no file" in capsys.readouterr().err
-    (tmp_path / "two.json").write_text(json.dumps({"a": SMALL, "b": SMALL}))
-    assert main(["plan", str(tmp_path / "two.json"), *ASKED]) == 2
-    assert "has 2 models; required: one" in capsys.readouterr().err
-
-
 def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, capsys):
     assert main(["plan", model, *ASKED, "--export", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
