@@ -10,7 +10,7 @@ import re
 import pytest
 import run_logs
 
-from course_lib.cluster import __main__ as cluster_script
+from course_lib.launch import rendezvous
 from course_lib.train import __main__ as train_script
 
 from course_lib.cli import commands as cli  # isort: skip
@@ -217,7 +217,7 @@ def here(tmp_path, monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr(train_script, "end_script", end)
-    monkeypatch.setattr(cluster_script, "end_script", end)
+    monkeypatch.setattr(rendezvous, "end_script", end)
     return tmp_path
 
 
