@@ -36,15 +36,11 @@ _DESCRIPTION = """How large language models are trained on many GPUs.
 """
 
 
-def _doctor(json: bool = False) -> int:
-    """Tell what this machine can run, chapter by chapter, after a real launch of two ranks.
-
-    Args:
-        json: the same as JSON
-    """
+def _doctor() -> int:
+    """Tell what this machine can run, chapter by chapter, after a real launch of two ranks."""
     from course_lib.cli.doctor import doctor
 
-    return doctor(json)
+    return doctor()
 
 
 def _demo() -> int:

@@ -107,7 +107,7 @@ CLUSTER = DEVICE | {"--nodes-link": "link", "--inside": "link", "--per-node": "s
 CLUSTER |= {"--seq": "tokens"}
 PREDICT = {"runs.csv": "runs", "--models": "models", "--out": "file to write", **CLUSTER}
 CALLS = {  # command -> (a call that works, what begins its work, kinds: of its options, and of words that stand alone)
-    "doctor": ("", "course_lib.cli.doctor.look_at_machine", {"--json": "flag"}),
+    "doctor": ("", "course_lib.cli.doctor.look_at_machine", {}),
     "new": (
         "mine",
         "course_lib.cli.notebooks.course_notebooks",
@@ -159,7 +159,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "05",
         "course_lib.cli.lab.sheet",
         {
-            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write", "--json": "flag"},
+            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write"},
             **{"--nodes": "size", "--gpus-per-node": "size", "--gpu": "word", "--nodes-link": "word"},
         },
     ),

@@ -138,8 +138,6 @@ def test_the_command_prints_sheets_and_forms_and_refuses_what_is_no_file_of_the_
     path.write_text(json.dumps(of_gpus(LABS["05"])))
     assert commands.main(["lab", "05", "--measured", str(path)]) == 0
     assert "inside" in capsys.readouterr().out
-    assert commands.main(["lab", "05", "--measured", str(path), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 3
     for arguments, text in [
         (["06", "--measured", str(path)], "the file is of lab '05'; give one of lab 06"),
         (["05", "--measured", str(tmp_path / "none")], "there is no file"),
