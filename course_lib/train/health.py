@@ -124,6 +124,19 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def not_finite_on(numbers: engines.StepNumbers) -> str:
+    """Return in words which ranks' own part of the loss is no finite number; all ranks must call it.
+
+    Ranks of one tp or cp group compute one loss together, and all of them are named. With a pipeline it is the last
+    stage's ranks that see the loss. A gradient that only the backward pass made infinite names nobody.
+    """
+    of_ranks = comm.all_gather_json(bool(torch.isfinite(numbers.share)), dist.group.WORLD)
+    ranks = [str(rank) for rank, is_finite in enumerate(of_ranks) if not is_finite]
+    if not ranks:
+        return ""
+    return f" (not finite on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+
+
 # --- slow ranks
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from course_lib.train.plan import Logs
 from course_lib.validate import json_lines, show
 
-KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event", "text", "host", "why"), str)
+KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event", "text", "host"), str)
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:

@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes
 
 from course_lib.config import ModelConfig, preset, require_bytes
 from course_lib.layout import Layout
-from course_lib.train.plan import Checkpoints, Logs, TrainPlan, check_rollback
+from course_lib.train.plan import Checkpoints, Logs, TrainPlan
 from course_lib.validate import Positive, Size, check_fields, checked, writable
 
 
@@ -74,7 +74,6 @@ def read(
         checkpoints = Checkpoints(
             options.checkpoint, options.every, options.keep, options.resume, options.in_background
         )
-    check_rollback(options.plan, checkpoints)
     layout, config = layout_for(options.layout, options.batch, world_size), model_named(options.model)
     require_bytes(config)
     layout.check_model(config, options.plan.seq_len)

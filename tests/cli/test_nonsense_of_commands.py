@@ -192,8 +192,11 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
             **{"--in-background": "flag", "--peak-tflops": "positive", "--trace": "size"},
             **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
-            **{"--warmup": "count", "--compare-every": "count", "--spike-factor": "amount", "--spike-window": "size"},
-            **{"--spike-rollbacks": "count", "--decay": "word", "--precision": "word"},
+            **{
+                "--warmup": "count",
+                "--compare-every": "count",
+            },
+            **{"--decay": "word", "--precision": "word"},
         },
     ),
 }

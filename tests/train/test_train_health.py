@@ -1,5 +1,6 @@
 """Ranks that hold other numbers are named; so is a slow one."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -144,3 +145,21 @@ def same_tokens() -> None:
 def test_another_norm_other_tokens_and_the_same_data_are_named(layout, plant, said):
     for text in launch(planted, 4, layout, plant, timeout=60):
         assert said in text and "after step 0" in text, text
+
+
+def nan_on(victim: int, layout: str) -> None:
+    """From step 1 on, every forward pass of one rank gives NaN."""
+    calls = []
+
+    def damaged(engine, micro_batches):
+        share = original(engine, micro_batches)
+        calls.append(share)
+        return share * math.nan if dist.get_rank() == victim and len(calls) > 1 else share
+
+    original, five_d.FiveD.run = five_d.FiveD.run, damaged
+    trainer.train(MODEL, layout_for(layout, 8), PLAN, say=trainer.ignore)
+
+
+def test_nan_on_one_rank_names_the_rank_and_the_step():
+    with pytest.raises(RankError, match=r"the loss of step 1 is nan \(not finite on rank 2\)"):
+        launch(nan_on, 4, 2, "dp=2,tp=2", timeout=60)
