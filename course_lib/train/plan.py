@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Count, Index, Positive, Size, check_fields
+from course_lib.validate import Count, Index, Size, check_fields
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -85,12 +85,10 @@ class Checkpoints:
 class Logs:
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
-    peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
-    trace        the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
+    trace   the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
     """
 
     folder: str
-    peak_tflops: Positive | None = None
     trace: Size | None = None
 
     def __post_init__(self):

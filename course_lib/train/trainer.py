@@ -254,7 +254,7 @@ def line_of(
     """What a rank's log says of a step."""
     layout, device = engine.layout, rank_device()
     share = layout.sequences_per_step * plan.seq_len / layout.world_size
-    peak_flops = peak_flops_of(logs, device, plan.dtypes[0])
+    peak_flops = peak_flops_of(device, plan.dtypes[0])
     return {
         "step": step,
         "loss": numbers.loss.item(),

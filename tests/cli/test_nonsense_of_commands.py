@@ -189,7 +189,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         {
             **{"--model": "word", "--layout": "layout", "--batch": "size", "--every": "size", "--keep": "size"},
             **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--resume": "word"},
-            **{"--in-background": "flag", "--peak-tflops": "positive", "--trace": "size"},
+            **{"--in-background": "flag", "--trace": "size"},
             **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
             **{
