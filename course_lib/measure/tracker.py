@@ -377,10 +377,8 @@ class MemoryTracker(TorchDispatchMode):
         """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
         for parameter in self.model.parameters():
             self.claim(parameter, "parameters")
-            for gradient in (
-                parameter.grad,
-                getattr(parameter, "main_grad", None),
-            ):  # main_grad: the FP32 sum beside it
+            # main_grad: the FP32 sum beside it
+            for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if gradient is not None:
                     self.claim(gradient, "gradients")
         if self.optimizer is not None:

@@ -136,7 +136,6 @@ def course(root):
     ("path", "links"),
     [
         ("notebooks/index.ipynb", "[Next](00_ranks.ipynb)"),
-        ("notebooks/00_ranks.ipynb", "[Index](index.ipynb) · [Previous](index.ipynb) · [Next](01_zero.ipynb)"),
         (
             "notebooks/01_zero.ipynb",
             "[Index](index.ipynb) · [Previous](00_ranks.ipynb) · [In depth](01_zero_in_depth.ipynb) · "
@@ -333,14 +332,6 @@ def test_a_cell_that_the_text_sends_the_reader_to_runs_alone(root, order):
     assert "alone, and later comes" in "\n".join(problems_of(root, new_markdown_cell(order, id="m"), needs_another))
     assert problems_of(root, new_markdown_cell(order, id="m"), alone) == []
     assert problems_of(root, new_markdown_cell("Now it runs.", id="m"), needs_another) == []
-
-
-def test_a_notebook_out_of_form_is_found_and_written(root):
-    path = root / "notebooks" / "01_y.ipynb"
-    authoring.write(chapter(new_code_cell("x = 1", id="x")), path)
-    assert "not in its normal form" in "\n".join(authoring.notebook_problems(path, root))
-    assert authoring.format_notebooks(root) == [path] and authoring.format_notebooks(root) == []
-    assert authoring.notebook_problems(path, root) == []
 
 
 def test_code_and_formulas_are_not_prose():
