@@ -11,7 +11,6 @@ seconds of what a rank does alone, such as its forward where nothing is sent in 
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -99,17 +98,15 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
 
 def same_data(of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Which dp indices trained on the same tokens, in words; empty if each had its own."""
-    indices: dict[str, set[str]] = {}
-    ranks: dict[str, list[int]] = {}
+    who: dict[str, dict[int, str]] = {}  # tokens -> rank -> its dp index
     for rank, numbers in enumerate(of_ranks):
         for name in (name for name in numbers if name.startswith(TOKENS)):
-            indices.setdefault(numbers[name], set()).add(name.removeprefix(TOKENS))
-            ranks.setdefault(numbers[name], []).append(rank)
+            who.setdefault(numbers[name], {})[rank] = name.removeprefix(TOKENS)
     return "; ".join(
-        f"ranks {', '.join(map(str, ranks[tokens]))} trained on the same tokens, though they are dp ranks "
-        f"{' and '.join(sorted(indices[tokens]))}"
-        for tokens in indices
-        if len(indices[tokens]) > 1
+        f"ranks {', '.join(map(str, index_of))} trained on the same tokens, though they are dp ranks "
+        f"{' and '.join(sorted(set(index_of.values())))}"
+        for index_of in who.values()
+        if len(set(index_of.values())) > 1
     )
 
 
@@ -138,11 +135,6 @@ def not_finite_on(numbers: engines.StepNumbers) -> str:
 
 
 # --- slow ranks
-
-
-def gather_seconds(seconds: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
-    """Everybody's seconds, by rank."""
-    return comm.all_gather_json(json.loads(json.dumps(list(seconds))), group)
 
 
 @checked

@@ -61,7 +61,6 @@ class TrainPlan(TrainSettings):
 class Checkpoints:
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
 
-    resume         "auto": go on from the last complete one, start anew if there is none; "never": there must be none
     in_background  the files are written while training goes on
 
     Raises   ValueError where a choice makes no sense
@@ -70,7 +69,6 @@ class Checkpoints:
     folder: str
     every: Size = 5
     keep: Size = 2
-    resume: Literal["auto", "never"] = "auto"
     in_background: bool = False
 
     def __post_init__(self):

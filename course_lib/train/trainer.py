@@ -140,8 +140,8 @@ def train(
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     load_trained(engine)
     optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
-    with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
-        return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
+    with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()):
+        return run_steps(engine, optimizer, plan, settings, checkpoints, logs, say, stop)
 
 
 def run_steps(
@@ -150,12 +150,12 @@ def run_steps(
     plan: TrainPlan,
     settings: dict,
     checkpoints: Checkpoints | None,
-    log: train_log.RunLog | None,
+    logs: Logs | None,
     say: Say,
     stop: Stop | None,
 ) -> RunRecord:
     """Trains from the last checkpoint on until all steps are done or all ranks were asked to stop; saves."""
-    layout, device, logs = engine.layout, rank_device(), log.logs if log is not None else None
+    layout, device = engine.layout, rank_device()
     first_step = resume(engine, optimizer, checkpoints, settings) if checkpoints else 0
     losses, step_s, text_T, stopped_by = [], [], tokens_of(engine.config), 0
     if may_stop := checkpoints is not None and stop is not None:
@@ -167,14 +167,14 @@ def run_steps(
         say(why_not)
     trace = StepTrace(engine, logs)
     for step in range(first_step, plan.steps):
-        with clock_step(device, in_parts=log is not None) as seconds:
+        with clock_step(device, in_parts=logs is not None) as seconds:
             micro_batches = batch_of(engine, plan, step, text_T)
             do_step = partial(train_step, engine, optimizer, plan, step, micro_batches)
             numbers = trace.run(step, do_step)
             losses.append(numbers.loss.item())
         step_s.append(seconds["seconds"])
-        if log is not None:
-            log.tell(**line_of(engine, plan, logs, step, numbers, seconds))
+        if logs is not None:
+            train_log.tell(logs, dist.get_rank(), **line_of(engine, plan, logs, step, numbers, seconds))
         _check_finite(numbers, step)
         done = step + 1
         if plan.compare_every and done % plan.compare_every == 0:
@@ -322,9 +322,8 @@ def _folder_for(
 def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict) -> int:
     """Loads the last complete checkpoint, whatever layout wrote it; returns the steps it has done, 0 without one.
 
-
     Rank 0 looks for it, so that all load the same one.
-    Raises   Refused if it is torn, of another model, data or optimizer, or should not be there
+    Raises   Refused if it is torn, of another model, data or optimizer
     """
     with refusal():
         path = together(dist.group.WORLD, lambda: _look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
@@ -336,8 +335,6 @@ def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     path = checkpoint.latest(checkpoints.folder)
     if path is None:
         return None
-    if checkpoints.resume == "never":
-        raise ValueError(f"{path} is there already; resume='auto' goes on from it, another folder starts anew")
     about = read_manifest(path)
     check_settings(about["about"], settings, str(path))
     if about["step"] > settings["steps"]:

@@ -188,15 +188,10 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "course_lib.train.trainer.join_world",
         {
             **{"--model": "word", "--layout": "layout", "--batch": "size", "--every": "size", "--keep": "size"},
-            **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--resume": "word"},
-            **{"--in-background": "flag", "--trace": "size"},
-            **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
+            **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--in-background": "flag"},
+            **{"--trace": "size", "--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
-            **{
-                "--warmup": "count",
-                "--compare-every": "count",
-            },
-            **{"--decay": "word", "--precision": "word"},
+            **{"--warmup": "count", "--compare-every": "count", "--decay": "word", "--precision": "word"},
         },
     ),
 }

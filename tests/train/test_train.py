@@ -124,7 +124,6 @@ def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(
         (LLAMA, layout_for("dp=2", 16), PLAN, kept): "batch_size 8 (now 16)",
         (model_named("toy"), layout, PLAN, kept): "model.d_model 32 (now 64)",
         (LLAMA, layout, replace(PLAN, steps=4), kept): "has done 6 steps, more than steps (4)",
-        (LLAMA, layout, PLAN, replace(kept, resume="never")): "is there already",
         (LLAMA, Layout(dp=4), PLAN, kept): "needs 4 ranks (dp 4), but there are 2; use",
     }
     results = launch(by_each, 2, [run, *wrong])
