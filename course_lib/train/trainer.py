@@ -174,7 +174,7 @@ def run_steps(
             losses.append(numbers.loss.item())
         step_s.append(seconds["seconds"])
         if logs is not None:
-            train_log.tell(logs, dist.get_rank(), **line_of(engine, plan, logs, step, numbers, seconds))
+            train_log.tell(logs, dist.get_rank(), **line_of(engine, plan, step, numbers, seconds))
         _check_finite(numbers, step)
         done = step + 1
         if plan.compare_every and done % plan.compare_every == 0:
@@ -249,7 +249,7 @@ def train_step(
 
 
 def line_of(
-    engine: five_d.FiveD, plan: TrainPlan, logs: Logs, step: int, numbers: engines.StepNumbers, seconds: dict
+    engine: five_d.FiveD, plan: TrainPlan, step: int, numbers: engines.StepNumbers, seconds: dict
 ) -> dict[str, object]:
     """What a rank's log says of a step."""
     layout, device = engine.layout, rank_device()
