@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Count, Index, Size, check_fields
+from course_lib.validate import Checked, Count, Index, Size
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -42,6 +42,7 @@ class TrainPlan(TrainSettings):
     compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
+    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory, for tp 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,7 +59,7 @@ class TrainPlan(TrainSettings):
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
 
     in_background  the files are written while training goes on
@@ -71,16 +72,13 @@ class Checkpoints:
     keep: Size = 2
     in_background: bool = False
 
-    def __post_init__(self):
-        check_fields(self)
-
     def most_at_once(self, steps: Size) -> int:
         """Return how many a run of so many steps has at a time: the oldest goes when a new one is complete."""
         return min(self.keep + 1, math.ceil(steps / self.every))
 
 
 @dataclass(frozen=True)
-class Logs:
+class Logs(Checked):
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
     trace   the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
@@ -88,9 +86,6 @@ class Logs:
 
     folder: str
     trace: Size | None = None
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:
