@@ -102,11 +102,6 @@ def stages_of(run: Run, engine: EngineFacts) -> list[int]:
     return layers_of(run.config, run.layout)
 
 
-def layer_times(case: Case, experts: bool) -> Times:
-    """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
-    return _cached_layer(known(case), experts)
-
-
 _OF_A_LAYER = (
     "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
     "expert_method", "order", "folded",
@@ -136,7 +131,8 @@ def known(case: Case, *more) -> Known:
 
 
 @lru_cache(maxsize=8192)
-def _cached_layer(known: Known, experts: bool) -> Times:
+def layer_times(known: Known, experts: bool) -> Times:
+    """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
     case = known.of
     run, layout, engine = case.run, case.run.layout, case.engine
     config = _one_layer(run.config, experts)
@@ -204,7 +200,7 @@ def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
 def runs_ahead(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)
-    layer = layer_times(case, experts=run.config.moe is not None)
+    layer = layer_times(known(case), experts=run.config.moe is not None)
     least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
     return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** _ROUNDING)
 
@@ -223,12 +219,8 @@ def _least_s(case: Case) -> float:
     return least_s
 
 
-def ends_times(case: Case, first: bool, last: bool) -> Times:
-    return _cached_ends(known(case), first, last)
-
-
 @lru_cache(maxsize=8192)
-def _cached_ends(known: Known, first: bool, last: bool) -> Times:
+def ends_times(known: Known, first: bool, last: bool) -> Times:
     """Embedding and head: the head's products stay in BF16, whatever the layers compute in."""
     case = known.of
     run, layout, config = case.run, case.run.layout, case.run.config
