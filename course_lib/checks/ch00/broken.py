@@ -52,18 +52,6 @@ def _of_the_fewest(values, batch_size, group):
     return _by_counts(values[: shortest // batch_size * batch_size or shortest], batch_size, group)
 
 
-class _Joins(Summary):
-    """Right: a rank without values adds empty batches until all are done."""
-
-    def of(self, values, batch_size):
-        batches = list(values.split(batch_size))
-        rounds = int(comm.all_reduce(torch.tensor(float(len(batches))), self.group, op="max"))
-        total, count = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-        for batch in batches + [values[:0]] * (rounds - len(batches)):
-            total, count = self.add(batch, total, count)
-        return total / count, self.largest(values)
-
-
 def _values(rng) -> list[tuple]:
     """Ranks with 1, 2, 3, ... batches, the last of them not full."""
     size, generator = rng.choice([2, 3, 4]), fresh_generator(rng)
@@ -86,7 +74,6 @@ check_summary = Exercise(
     _values,
     WRONG,
     lambda *args: {"the result": _watch(*args)["the result"]},
-    right=_Joins,
     ranks=True,
     seconds=3.0,
 )

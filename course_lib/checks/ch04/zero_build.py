@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
 from course_lib.checks.watch import Cost
@@ -50,18 +51,6 @@ class Buckets(Zero1):
     update = Zero2.update
 
 
-class BucketsAfterBackward(Buckets):
-    """Nothing is sent before the update."""
-
-    sends_in_backward, update = False, Zero1.update
-
-
-class OneBucket(Buckets):
-    """All gradients in one message, when backward is over."""
-
-    bucket_size = 10**9
-
-
 def _watch_buckets(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches > 1:
@@ -83,8 +72,10 @@ EARLY = "reduce-scatter a bucket as soon as its gradients are complete, and drop
 WRONG_BUCKETS = _wrong_steps(Zero2) | {
     _TOGETHER: Zero2,
     "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has 60,000 "
-    "parameters": OneBucket,
-    f"full gradients were still there when backward was over; {EARLY}": BucketsAfterBackward,
+    "parameters": but(Buckets, bucket_size=10**9),
+    f"full gradients were still there when backward was over; {EARLY}": but(
+        Buckets, sends_in_backward=False, update=Zero1.update
+    ),
 }
 _SAYS_BUCKETS = SAYS | {
     "reduce-scatters of backward": _TOGETHER,
@@ -132,12 +123,10 @@ class FreesAfterForwardAlone(NeverFrees):
         when_all_arrived(flat.params, flat.reduce_scatter)
 
 
-class NeverGathersForBackward(NeverFrees):
-    """Forward is right, and backward meets emptied weights."""
-
-    def hook(self, unit, flat):
-        unit.register_forward_hook(lambda *_: free(flat))
-        when_all_arrived(flat.params, flat.reduce_scatter)
+def never_gather_again(trainer, unit, flat):
+    """A hook with which forward is right, and backward meets emptied weights."""
+    unit.register_forward_hook(lambda *_: free(flat))
+    when_all_arrived(flat.params, flat.reduce_scatter)
 
 
 def regather(output, flat):
@@ -182,7 +171,7 @@ _WRONG_ZERO3 = _wrong_steps(Zero3) | {
     "free a unit after its forward, and after its backward": NeverFrees,
     "free a unit after its backward too, once its gradients are reduced": FreesAfterForwardAlone,
     "3 phases are enough: two all-gathers and a reduce-scatter, which gives the shard of the mean": AllReducesFirst,
-    "gather it before its forward, and again before its backward": Stops(NeverGathersForBackward),
+    "gather it before its forward, and again before its backward": Stops(but(NeverFrees, hook=never_gather_again)),
     "is your shard a view of the buffer that you empty?": Stops(ShardIsAView),
 }
 _SAYS_ZERO3 = SAYS | {

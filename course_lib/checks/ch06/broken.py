@@ -1,6 +1,7 @@
 """Table of chapter 06, exercise 8: a broken program, whose hooks sum a norm's gradient again in each micro-batch."""
 
 from course_lib import comm
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, trained
 from course_lib.minimal.sequence import TensorSequenceParallel, norms_of
@@ -40,25 +41,14 @@ class _Sums(HookedSequenceParallel):
             param.grad = comm.all_reduce(param.grad, self.group, op=self.op)
 
 
-class _SumsWhatArrives(TensorSequenceParallel):
-    """Right: a hook on the gradient that arrives, before it is added."""
-
-    def __init__(self, model, make_optimizer, group):
-        super().__init__(model, make_optimizer, group)
-        for param in norms_of(self.model):
-            param.register_hook(lambda grad: comm.all_reduce(grad, self.group))
-
-    backward = TensorParallel.backward
-
-
 WRONG = {
     "it is right with one micro-batch; with three, gradients of norms are too large": HookedSequenceParallel,
-    "gradients of norms are too small, already with one micro-batch": type("Means", (_Sums,), {"op": "mean"}),
-    "with three micro-batches, gradients of norms lack the part of some tokens": type(
-        "First", (_Sums,), {"when": staticmethod(lambda left, count: left == count - 1)}
+    "gradients of norms are too small, already with one micro-batch": but(_Sums, op="mean"),
+    "with three micro-batches, gradients of norms lack the part of some tokens": but(
+        _Sums, when=staticmethod(lambda left, count: left == count - 1)
     ),
-    "each rank uses its own tokens' part of the norms' gradients": type(
-        "Never", (_Sums,), {"when": staticmethod(lambda left, count: False)}
+    "each rank uses its own tokens' part of the norms' gradients": but(
+        _Sums, when=staticmethod(lambda left, count: False)
     ),
 }
-check_hooked_sequence = Exercise(_Sums, inputs, WRONG, trained, right=_SumsWhatArrives, ranks=True, seconds=30.0)
+check_hooked_sequence = Exercise(_Sums, inputs, WRONG, trained, ranks=True, seconds=30.0)

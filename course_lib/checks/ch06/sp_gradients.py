@@ -38,11 +38,6 @@ def _slice(grad_BSD, group, S, rank=None):
     return mine_BsD[:, : sizes[group.rank()]].contiguous()
 
 
-def _in_lists(x_BsD, group, S):
-    rows = all_gather(_padded(x_BsD, S, group), group).chunk(group.size())
-    return torch.cat([row[:, :n] for row, n in zip(rows, piece_sizes(S, group.size()), strict=True)], 1)
-
-
 def _reshaped(x_BsD, group, S):
     flat = all_gather(_padded(x_BsD, S, group), group).flatten()
     return flat[: len(x_BsD) * S * x_BsD.shape[2]].view(len(x_BsD), S, -1)
@@ -92,10 +87,7 @@ WRONG_GATHER = {
     _HALF: Stops(function(_together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S))),
 }
 SAYS_GATHER = {"bytes sent forward": _HALF, "bytes sent backward": _HALF}
-_listed = function(_in_lists, _sum_of_mine)
-check_gather_in = Exercise(
-    function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, right=_listed, ranks=True
-)
+check_gather_in = Exercise(function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 4. the forgotten sum
@@ -119,14 +111,6 @@ def _sum(gradients, cut, group, names=lambda name, cut: name not in cut, op="sum
     flat_P = all_reduce(torch.cat([grad.flatten() for grad in mine]), group, op=op)
     for grad, summed in zip(mine, flat_P.split([grad.numel() for grad in mine]), strict=True):
         grad.copy_(summed.view_as(grad))
-
-
-def _adds_what_others_have(gradients, cut, group):
-    mine = [grad for name, grad in gradients.items() if name not in cut]
-    own_P = torch.cat([grad.flatten() for grad in mine])
-    others_P = all_reduce(own_P, group) - own_P
-    for grad, part in zip(mine, others_P.split([grad.numel() for grad in mine]), strict=True):
-        grad += part.view_as(grad)
 
 
 def _one_by_one(gradients, cut, group, in_place=True):
@@ -165,9 +149,7 @@ WRONG_SUM = {
     "put them into one flat tensor and send one all-reduce": _one_by_one,
 }
 _SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
-check_sum_of_my_tokens = Exercise(
-    _sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, right=_adds_what_others_have, ranks=True
-)
+check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 5. half a block

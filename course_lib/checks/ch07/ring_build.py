@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.ch07.context_parallel import merged
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import but, fresh_seed, numbers
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import Cost, several
 from course_lib.comm import all_reduce
@@ -81,10 +81,11 @@ class Ring:
 class MyRing:
     """The reference; each wrong answer changes one method."""
 
+    knows_zigzag = True
     keeps_its_own = True  # share of its block's gradient: the others' come home after size - 1 ring steps
 
     def part(self, ring: Ring, key_rank: int, s: int) -> tuple[slice, slice, bool] | None:
-        of = tile("zigzag" if ring.zigzag else "contiguous", s, ring.rank, key_rank)
+        of = tile("zigzag" if ring.zigzag and self.knows_zigzag else "contiguous", s, ring.rank, key_rank)
         return of and (of.queries, of.keys, of.causal)
 
     def blocks(self, kv, ring):
@@ -153,14 +154,6 @@ class MergesAtTheEnd(MyRing):
         return merged(found)
 
 
-class OwnBlockAlone(MyRing):
-    def blocks(self, kv, ring):
-        yield ring.rank, kv
-
-    def home(self, own, arrived):
-        return own
-
-
 class ForwardAlone:
     part, blocks, shares, tiles, forward = MyRing.part, MyRing.blocks, MyRing.shares, MyRing.tiles, MyRing.forward
 
@@ -169,17 +162,6 @@ class AddsUnshrunk(MyRing):
     def shares(self, lse, new_lse):
         old, added, both = super().shares(lse, new_lse)
         return torch.ones_like(old), added, both
-
-
-class SharesStayAway(MyRing):
-    def home(self, own, arrived):
-        arrived()
-        return own
-
-
-class EachTilesOwnSum(MyRing):
-    def final(self, rows, q, keys, out, lse):
-        return standard_forward(q[:, :, rows], *keys, False)
 
 
 class SendsAfterwards(MyRing):
@@ -198,18 +180,10 @@ class GoesAroundTwice(MyRing):
         return super().forward(q, *kv, ring)
 
 
-class AlwaysContiguous(MyRing):
-    def part(self, ring, key_rank, s):
-        of = tile("contiguous", s, ring.rank, key_rank)
-        return of and (of.queries, of.keys, of.causal)
-
-
-class WholeTiles(MyRing):
-    """Right, but the kernel computes what the merge then throws away."""
-
-    def forward(self, q, k, v, ring):
-        ring.tile(q, k, v, False)
-        return super().forward(q, k, v, ring)
+def compute_a_whole_tile(mine, q, k, v, ring):
+    """A forward that is right, but the kernel computes what the merge then throws away."""
+    ring.tile(q, k, v, False)
+    return MyRing.forward(mine, q, k, v, ring)
 
 
 WAYS = {"forward": "step 1 (forward)", "backward": "step 2 (backward)"}
@@ -278,14 +252,16 @@ SAYS = {"out": _SEES, "lse": _SEES, "dq": _FINAL, "dk": HOME, "dv": HOME}
 SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
 WRONG = {
     "there is no method backward yet": ForwardAlone,
-    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
+    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": but(
+        MyRing, blocks=lambda self, kv, ring: [(ring.rank, kv)], home=lambda self, own, arrived: own
+    ),
     "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
-    _FINAL: EachTilesOwnSum,
-    HOME: SharesStayAway,
+    _FINAL: but(MyRing, final=lambda self, rows, q, keys, out, lse: standard_forward(q[:, :, rows], *keys, False)),
+    HOME: but(MyRing, home=lambda self, own, arrived: (arrived(), own)[1]),
     ENOUGH: GoesAroundTwice,
     EARLY: SendsAfterwards,
-    _SEES: AlwaysContiguous,
-    _HALVES: WholeTiles,
+    _SEES: but(MyRing, knows_zigzag=False),
+    _HALVES: but(MyRing, forward=compute_a_whole_tile),
 }
 SAYS = (
     {f"{step}: {what}": why for step in (*WAYS.values(), _ZIGZAG) for what, why in SAYS.items()}

@@ -5,7 +5,7 @@ from itertools import permutations
 import torch
 from torch.utils._pytree import tree_leaves
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import but, fresh_seed, numbers
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import Cost
 
@@ -90,14 +90,6 @@ class _OneScaleForAll(EightBitLayer):
         return (x / self.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-class _SavesAll(EightBitLayer):
-    def save(self, x):
-        return x
-
-    def read(self, saved):
-        return saved
-
-
 def _is_right(layer, xs, order) -> bool:
     """Whether each micro-batch's gradient of the weight is within rounding, all being in flight at once."""
     outs = [layer(x) for x in xs]
@@ -121,7 +113,9 @@ WRONG = {
     "right one after the other, off with three micro-batches in flight: gradients are too long or short": EightBitLayer,
     "right if micro-batches go back in one order, and off in the other orders": [_in_order(0), _in_order(-1)],
     "right for the first micro-batch; later ones do not fit into its scale": _OneScaleForAll,
-    "gradients are right, but more than one byte per element is saved": _SavesAll,
+    "gradients are right, but more than one byte per element is saved": but(
+        EightBitLayer, save=lambda self, x: x, read=lambda self, saved: saved
+    ),
 }
 check_eight_bit_layer = Exercise(
     _WithItsScale, lambda rng: [(rng.randrange(6, 12), fresh_seed(rng))], WRONG, _watch, right=_ByIdentity
