@@ -119,17 +119,15 @@ def _only_the_sum(events, capacity):
     return None
 
 
-def _best(free_blocks):
-    return min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))
-
-
 _WRONG_FAILURE = {
     "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
     "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
         lambda *case: first_failure(*case, merge=False)
     ),
     "this is best fit (the smallest free block that is large enough); first fit takes the lowest address": (
-        lambda *case: first_failure(*case, choose=_best)
+        lambda *case: first_failure(
+            *case, choose=(lambda free_blocks: min(free_blocks, key=lambda free_block: (free_block[1], free_block[0])))
+        )
     ),
     "this takes the highest address; first fit takes the lowest": lambda *case: first_failure(*case, choose=max),
     "return the number of the event and the free bytes in all": lambda *case: (first_failure(*case) or [None])[0],

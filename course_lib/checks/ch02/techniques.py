@@ -119,10 +119,6 @@ def _scaled_step(
     return (scale * 2, 0) if good_steps == interval else (scale, good_steps)
 
 
-def _looks_at_the_first(gradients, *given):
-    return _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
-
-
 def _scaled_gradients(rng: random.Random) -> list[tuple]:
     """After a good step, after one with a gradient that is not finite, and after the last good one of a row."""
     interval, scale, cases = rng.randrange(5, 9), 2.0 ** rng.randrange(8, 12), []
@@ -150,7 +146,9 @@ WRONG_STEP = {
     "update() ran 0 times although all gradients were finite; once is right": lambda *given: _scaled_step(
         *given[:-1], lambda: None
     ),
-    "the update ran although a gradient of the last tensor is inf: that step must be left out": _looks_at_the_first,
+    "the update ran although a gradient of the last tensor is inf: that step must be left out": (
+        lambda gradients, *given: _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
+    ),
     "the update ran although a gradient of the last tensor is nan: that step must be left out": (
         wrong(finite=lambda gradient: not gradient.isinf().any())
     ),

@@ -224,10 +224,6 @@ class _Row(nn.Module):
             return x_BD @ self.weight
 
 
-def _mean_loss(model: nn.Module, x_BD: Tensor, y_B: Tensor) -> Tensor:
-    return (model(x_BD).squeeze(1) - y_B).square().mean()
-
-
 def _rows(parts):
     return sum(len(y) for _, y in parts)
 
@@ -266,7 +262,7 @@ def _watch_sum(answer, rows, seed):
     engine = DistributedDataParallel(model)
     parts = [(numbers(seed + 10 * dist.get_rank() + i, b, 5), numbers(seed + 5 + i, b)) for i, b in enumerate(rows)]
     with ByteMeter() as meter:
-        answer(engine, parts, _mean_loss)
+        answer(engine, parts, (lambda model, x_BD, y_B: (model(x_BD).squeeze(1) - y_B).square().mean()))
     return {
         "all-reduces": meter.calls.get("all_reduce", 0),
         "micro-batches kept when a forward pass begins": model.kept.most(slack=1),

@@ -81,10 +81,6 @@ def _mean(grad, group):
     return all_reduce(grad, group, op="mean")
 
 
-def _bias_of_each_position(grad_BSf, x_BSD, w_fD, group):
-    return *_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0)
-
-
 def _layers(rng):
     return [(size, rng.randrange(4, 9), rng.randrange(2, 7), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
 
@@ -112,7 +108,9 @@ _WRONG_COLUMN = {
     _ANOTHER.format("weight"): wrong(of_w=all_reduce),
     "averaged over ranks": wrong(of_w=_mean),
     _ANOTHER.format("bias"): wrong(of_b=all_reduce),
-    "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
+    "it has shape (S, f); the bias was added in every sequence and at every position": (
+        lambda grad_BSf, x_BSD, w_fD, group: (*_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0))
+    ),
     "one all-reduce of x's gradient sends": Stops(wrong(of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad)),
 }
 _SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}

@@ -216,10 +216,6 @@ def _sizes(rng):
     return cases
 
 
-def _of_method(answer, method, *sizes):
-    return {f"bytes, {method}": answer(method, *sizes)}
-
-
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
 _WRONG_BYTES = {
     "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
@@ -241,4 +237,6 @@ _WRONG_BYTES = {
         _believed("ring", numbers_of=lambda size: (size, 0, 0)),
     ],
 }
-check_bytes = Exercise(_bytes, _sizes, _WRONG_BYTES, _of_method)
+check_bytes = Exercise(
+    _bytes, _sizes, _WRONG_BYTES, (lambda answer, method, *sizes: ({f"bytes, {method}": answer(method, *sizes)}))
+)

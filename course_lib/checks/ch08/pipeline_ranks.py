@@ -176,27 +176,18 @@ def _one_by_one(order):
     return start
 
 
-def _along_the_chain(down, up):
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
-    if rank > 0:
-        dist.recv(before, rank - 1)
-    if rank < last:
-        dist.send(down, rank + 1)
-        dist.recv(behind, rank + 1)
-    if rank > 0:
-        dist.send(up, rank - 1)
-    return before, behind
+def _along_the_chain(messages):
+    """Blocking: what goes down before what goes up, and a rank receives before it sends on."""
+    rank = dist.get_rank()
+    for m in sorted(messages, key=lambda m: ((m.peer > rank) == (m.op is dist.irecv), m.op is dist.isend)):
+        m.op(m.tensor, m.peer).wait()
+    return []
 
 
 wrong = partial(partial, exchange)
 DOWN, UP = 0, 1
 LATE = "{} came, and the rest is whatever stood in the buffer; wait for the receive"
 _ENDS = "there is no such rank; return None (the chain is no ring)"
-
-
-def _inputs_exchange(rng):
-    return [(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))]
 
 
 def _watch_exchange(answer, seed):
@@ -233,7 +224,7 @@ _WRONG_EXCHANGE = {
     LATE.format("a part"): wrong(arrived=0.5),
     _ENDS: wrong(swapped=True),
     STUCK: [wrong(start=_one_by_one(order)) for order in ("send recv,blocking", "recv send")],
-    "messages go one after the other along the chain; start all before you wait for any": _along_the_chain,
+    "messages go one after the other along the chain; start all before you wait for any": wrong(start=_along_the_chain),
     "wait for each other": Stops(wrong(start=_one_by_one("send,blocking recv,blocking"))),
     "return two things": Stops(lambda down, up: list(exchange(down, up))),
 }
@@ -241,7 +232,7 @@ _BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody
 SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": _BLOCKED}
 check_exchange = Exercise(
     exchange,
-    _inputs_exchange,
+    (lambda rng: ([(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))])),
     _WRONG_EXCHANGE,
     _watch_exchange,
     SAYS_EXCHANGE,

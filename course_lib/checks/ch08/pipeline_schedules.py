@@ -80,10 +80,6 @@ check_limited = Exercise(limited, limits, _WRONG_LIMITED, _watch_limited, _SAYS_
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
-def shorter(p, m):
-    return lists_of("zb_h1", p, m)
-
-
 def _whole_backwards_on_rank_0(p, m):
     """Rank 0 puts nothing off: its backward may stay whole."""
     rows = lists_of("zb_h1", p, m)
@@ -126,7 +122,7 @@ _SAYS_SHORTER = {
     "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"
 }
 check_shorter = Exercise(
-    shorter,
+    (lambda p, m: lists_of("zb_h1", p, m)),
     lambda rng: [(p, p + rng.randrange(5)) for p in (rng.choice([2, 3]), rng.choice([4, 5]))],
     _WRONG_SHORTER,
     _watch_shorter,

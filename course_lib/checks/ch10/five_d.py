@@ -56,10 +56,6 @@ def _always(outer, inner):
     ]
 
 
-def _with_gaps(mesh, rank, ep, data):
-    return data[data.index(rank) % (len(data) // ep) :: len(data) // ep]
-
-
 def _without_gaps(mesh, rank, ep, data):
     each = len(data) // ep
     first = data.index(rank) // each * each
@@ -86,7 +82,9 @@ _WRONG_GROUPS = {
     "every so many ranks of data, not the run of neighbours that I am in": wrong(
         ep=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
     ),
-    "ranks with equal gaps between them; ep takes neighbours of data, one after the other": wrong(ep=_with_gaps),
+    "ranks with equal gaps between them; ep takes neighbours of data, one after the other": wrong(
+        ep=(lambda mesh, rank, ep, data: data[data.index(rank) % (len(data) // ep) :: len(data) // ep])
+    ),
     "these share the experts among them; expert_dp has the same ones": wrong(expert_dp="ep"),
     "counted from the number of my run; my place in the run says which experts I have": wrong(
         expert_dp=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: ep]

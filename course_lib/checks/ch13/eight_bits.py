@@ -35,10 +35,6 @@ def _no_subnormals(code, fmt):
     return (1 + fraction) * 2.0 ** (exponent - fmt.bias)
 
 
-def _other_bias(code, fmt):
-    return number_of(code, fmt) / 2
-
-
 def _subnormal_exponent(code, fmt):
     """Subnormals as if their power of two were 2 ** -bias."""
     return number_of(code, fmt) / (2 if code < 2**fmt.mantissa_bits else 1)
@@ -70,7 +66,9 @@ check_code = Exercise(
             wrong(key=lambda distance, code: (abs(distance), code)),
         ],
         "exponent 0 has no leading 1: its numbers are subnormal": wrong(size_of=_no_subnormals, key=_nearest),
-        "the bias is 2 ** (exponent_bits - 1) - 1": wrong(size_of=_other_bias, key=_nearest),
+        "the bias is 2 ** (exponent_bits - 1) - 1": wrong(
+            size_of=(lambda code, fmt: number_of(code, fmt) / 2), key=_nearest
+        ),
         "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": wrong(
             size_of=_subnormal_exponent, key=_nearest
         ),
@@ -134,10 +132,6 @@ def reduce_scatter_8(grad_P, group, scale=None, total=None, most=None):
     return (total or (lambda parts: parts.sum(0)))(parts) * own
 
 
-def _in_float32(grad_P, group):
-    return comm.reduce_scatter(grad_P, group)
-
-
 def _gathers_all(grad_P, group):
     largest = comm.all_reduce(grad_P.abs().max(), group, op="max").clamp(min=1e-30) / E4M3.largest
     codes = (grad_P / largest).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -167,7 +161,9 @@ check_reduce_scatter_8 = Exercise(
         ),
         "the sum was rounded to FP8: sums are taken in FP32": wrong(total=lambda parts: rounded(parts.sum(0), E4M3)),
         "the sum over ranks is asked for, not the mean": wrong(total=lambda parts: parts.mean(0)),
-        "gradients were not rounded: they travel in one byte each": _in_float32,
+        "gradients were not rounded: they travel in one byte each": (
+            lambda grad_P, group: comm.reduce_scatter(grad_P, group)
+        ),
         "one byte per element": Stops(_gathers_all),
     },
     partial(on_ranks, slack=64),
