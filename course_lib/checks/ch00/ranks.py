@@ -134,18 +134,14 @@ def _watch_ring(answer, shards, lengths):
 
 _WRONG_RING = {
     "the shards stand in the order in which they arrived; put each at its owner's place": (
-        lambda *given: _ring_all_gather(
-            *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
-        )
+        {"order": lambda shards, rank: [shards[rank - step] for step in range(len(shards))]}
     ),
     "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
-        lambda *given: _ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
+        {"order": lambda shards, rank: shards[rank:] + shards[:rank]}
     ),
-    "the shards stand in rank order, but the last rank's first": lambda *given: _ring_all_gather(
-        *given, order=lambda shards, rank: shards[::-1]
-    ),
+    "the shards stand in rank order, but the last rank's first": {"order": lambda shards, rank: shards[::-1]},
     "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
-        lambda *given: _ring_all_gather(*given, more=1)
+        {"more": 1}
     ),
     "its two ends disagree on its length": Stops(
         lambda x_shard, lengths, group: _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
@@ -209,22 +205,21 @@ def _watch_tree(answer, inputs, src):
     }
 
 
-_tree = partial(partial, _tree_broadcast)
 _WRONG_TREE = {
-    "every rank has rank 0's tensor; the root is `src`": _tree(root=0),
+    "every rank has rank 0's tensor; the root is `src`": {"root": 0},
     "it still has its own tensor; nothing was received or kept": lambda x, *given: (
         _tree_broadcast(x, *given),
         x.clone(),
     )[1],
-    "it received more often than needed; send only to who has nothing": _tree(
-        children=lambda position, size: list(range(1, size)) if position == 0 else [2] if position == 1 else []
-    ),
-    "the root alone sends; ranks that have the tensor can send it too": _tree(
-        children=lambda position, size: list(range(1, size)) if position == 0 else []
-    ),
-    "some ranks that have the tensor wait while others send; in each round all of them should send": _tree(
-        children=lambda position, size: [position + 1] if position + 1 < size else []
-    ),
+    "it received more often than needed; send only to who has nothing": {
+        "children": lambda position, size: list(range(1, size)) if position == 0 else [2] if position == 1 else []
+    },
+    "the root alone sends; ranks that have the tensor can send it too": {
+        "children": lambda position, size: list(range(1, size)) if position == 0 else []
+    },
+    "some ranks that have the tensor wait while others send; in each round all of them should send": {
+        "children": lambda position, size: [position + 1] if position + 1 < size else []
+    },
     "only send and recv are allowed here": Stops(
         lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
     ),
@@ -243,7 +238,7 @@ check_tree_broadcast = Exercise(
     _WRONG_TREE,
     _watch_tree,
     _SAYS_TREE,
-    right=_tree(children=_farthest_first),
+    right=partial(_tree_broadcast, children=_farthest_first),
     ranks=_HANG_TREE,
 )
 
@@ -341,9 +336,7 @@ def _watch_doubling(answer, inputs):
 
 _WRONG_DOUBLING = {
     "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
-    "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
-        x, group, running=False
-    ),
+    "each exchange must send the running sum, not the tensor that the rank began with": {"running": False},
     "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
     "it has its own tensor": lambda x, group: x.clone(),
     "log2 G exchanges are enough: a partner's running sum already has others in it": lambda x, group: doubling(

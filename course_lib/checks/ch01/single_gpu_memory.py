@@ -93,15 +93,14 @@ def _watch_states(answer, config, recipe):
     return {"what you return, with the embedding and the first block frozen,": answer(model, RECIPES[recipe])}
 
 
-wrong = partial(partial, state_bytes)
 _WRONG_STATES = {
-    "a frozen parameter has no gradient and no optimizer state": wrong(gradients="all", optimizer="all"),
-    "a frozen parameter is still there: forward needs it": wrong(resident="trained"),
-    "the optimizer's part lacks the FP32 master parameters": wrong(masters=False),
+    "a frozen parameter has no gradient and no optimizer state": {"gradients": "all", "optimizer": "all"},
+    "a frozen parameter is still there: forward needs it": {"resident": "trained"},
+    "the optimizer's part lacks the FP32 master parameters": {"masters": False},
     "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
         model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
     ),
-    "frozen parameters have no gradient, and no optimizer state either": wrong(optimizer="all"),
+    "frozen parameters have no gradient, and no optimizer state either": {"optimizer": "all"},
     "return three numbers": Stops(lambda model, recipe: sum(state_bytes(model, recipe))),
 }
 _SAYS_STATES = {

@@ -180,14 +180,14 @@ SAYS = {
     "peak of a training step": ("does a view of a view, a result in a tuple or a list, or a freed gradient go wrong?"),
 }
 WRONG = {
-    SAYS["kind of number"]: but(Tracker, __enter__=_begin_in_megabytes),
-    SAYS["now_bytes of what is given"]: but(Tracker, see=_count_every_tensor),
+    SAYS["kind of number"]: {"__enter__": _begin_in_megabytes},
+    SAYS["now_bytes of what is given"]: {"see": _count_every_tensor},
     SAYS["now_bytes after a sort"]: _looking(lambda tracker, tensors: [tracker.see(tensor) for tensor in tensors[:1]]),
     SAYS["now_bytes after views"]: _looking(_count_views_again),
-    SAYS["now_bytes of a slice"]: but(Tracker, see=_count_what_is_shown),
+    SAYS["now_bytes of a slice"]: {"see": _count_what_is_shown},
     SAYS["a freed storage is alive"]: _keeping(lambda storage: storage),
     SAYS["now_bytes after a release"]: _keeping(lambda storage: None),
-    SAYS["peak_bytes after a release"]: but(Tracker, free=_free_and_forget_the_peak),
-    SAYS["now_bytes where others were freed"]: but(Tracker, free=_free_but_keep_the_address),
+    SAYS["peak_bytes after a release"]: {"free": _free_and_forget_the_peak},
+    SAYS["now_bytes where others were freed"]: {"free": _free_but_keep_the_address},
 }
 check_tracker = Exercise(Tracker, _scenes, WRONG, _watch, SAYS)

@@ -151,17 +151,17 @@ _WRONG_TWICE = {
     "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
         block, x, *block.parameters()
     ),
-    "what is inside the block must not be recorded in forward": [wrong(how="keeps more")],
+    "what is inside the block must not be recorded in forward": [{"how": "keeps more"}],
     "the input got no gradient; backward returns it, after running the block on an input that requires one": (
-        wrong(how="no input")
+        {"how": "no input"}
     ),
-    "the block's parameters got no gradient: the second run must reach them": wrong(how="no parameters"),
+    "the block's parameters got no gradient: the second run must reach them": {"how": "no parameters"},
     "did dropout draw other numbers in the second run? Store the state of the generator (torch.get_rng_state) "
-    "before the first, and set it before the second": wrong(how="draws anew"),
+    "before the first, and set it before the second": {"how": "draws anew"},
     "autocast is off in backward, so the second run is in float32; store its settings (torch.is_autocast_enabled, "
-    "torch.get_autocast_dtype) before the first run, and set them for the second": wrong(how="no autocast"),
+    "torch.get_autocast_dtype) before the first run, and set them for the second": {"how": "no autocast"},
     "after backward the random number generator is elsewhere than without recomputation, so all that follows "
-    "changes; put back the state that backward found": wrong(how="leaves the generator"),
+    "changes; put back the state that backward found": {"how": "leaves the generator"},
     "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
 }
 _SAYS_TWICE = {
@@ -251,21 +251,20 @@ def _watch_attention(answer, q, k, v, window, block):
     }
 
 
-_windowed = partial(partial, _windowed_attention)
 _WRONG_WINDOW = {
-    "the window is one key too wide: a query sees itself and window - 1 keys before it": _windowed(wrong="one more"),
-    "there is no window: a query sees the last `window` keys only, itself included": _windowed(wrong="no window"),
-    "query head n reads key/value head n // (N / K), and yours n % K": _windowed(wrong="heads"),
-    "the scores are not divided by the square root of the head size": _windowed(wrong="root"),
-    "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": _windowed(
-        wrong="never shrunk"
-    ),
+    "the window is one key too wide: a query sees itself and window - 1 keys before it": {"wrong": "one more"},
+    "there is no window: a query sees the last `window` keys only, itself included": {"wrong": "no window"},
+    "query head n reads key/value head n // (N / K), and yours n % K": {"wrong": "heads"},
+    "the scores are not divided by the square root of the head size": {"wrong": "root"},
+    "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": {
+        "wrong": "never shrunk"
+    },
     "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in its "
-    "first block, so that minus infinity is taken off minus infinity?": _windowed(wrong="oldest first"),
-    "the largest score of each row: add the logarithm of the sum": _windowed(wrong="only the maximum"),
-    "the logarithm of the sum relative to the maximum: add the maximum": _windowed(wrong="relative"),
+    "first block, so that minus infinity is taken off minus infinity?": {"wrong": "oldest first"},
+    "the largest score of each row: add the logarithm of the sum": {"wrong": "only the maximum"},
+    "the logarithm of the sum relative to the maximum: add the maximum": {"wrong": "relative"},
     "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
-    "leave out blocks behind the window and after the diagonal": _windowed(wrong="all blocks"),
+    "leave out blocks behind the window and after the diagonal": {"wrong": "all blocks"},
     "return two tensors": Stops(lambda *given: _windowed_attention(*given)[0]),
 }
 _SAYS_WINDOW = {

@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,6 @@ def _watch_accumulation(answer, seed, parts):
     }
 
 
-wrong = partial(partial, accumulate)
 WRONG_SUM = {
     "the model has no gradient; call backward() on each micro-batch's loss": lambda model, parts: (
         [model(x_BS) for x_BS, _ in parts] and None
@@ -90,17 +88,17 @@ WRONG_SUM = {
     "one forward pass for each micro-batch: together they would not fit": _all_at_once,
     "one backward for the sum of the losses keeps what every forward saved, as the whole batch would; call "
     "backward() after each micro-batch": _one_backward,
-    "summed, not averaged: each part's mean counted whole": wrong(share=lambda part, parts, loss: _mean(part, loss)),
-    "the mean of the micro-batches' means: one with few targets counts too much": wrong(
-        share=lambda part, parts, loss: _mean(part, loss) / len(parts)
-    ),
-    "weighted by all positions: those whose target is -100 do not count": wrong(
-        share=lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
-    ),
-    "the last micro-batch's alone: gradients must add up, so clear them only before the first": wrong(
-        start=lambda model: model.zero_grad()
-    ),
-    "summed over all targets, and never divided by their number": wrong(share=lambda part, parts, loss: loss),
+    "summed, not averaged: each part's mean counted whole": {"share": lambda part, parts, loss: _mean(part, loss)},
+    "the mean of the micro-batches' means: one with few targets counts too much": {
+        "share": lambda part, parts, loss: _mean(part, loss) / len(parts)
+    },
+    "weighted by all positions: those whose target is -100 do not count": {
+        "share": lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
+    },
+    "the last micro-batch's alone: gradients must add up, so clear them only before the first": {
+        "start": lambda model: model.zero_grad()
+    },
+    "summed over all targets, and never divided by their number": {"share": lambda part, parts, loss: loss},
 }
 check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumulation)
 
@@ -141,7 +139,6 @@ def _watch_step(answer, gradients, *args):
     }
 
 
-wrong = partial(partial, _scaled_step)
 WRONG_STEP = {
     "update() ran 0 times although all gradients were finite; once is right": lambda *given: _scaled_step(
         *given[:-1], lambda: None
@@ -150,13 +147,13 @@ WRONG_STEP = {
         lambda gradients, *given: _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
     ),
     "the update ran although a gradient of the last tensor is nan: that step must be left out": (
-        wrong(finite=lambda gradient: not gradient.isinf().any())
+        {"finite": lambda gradient: not gradient.isinf().any()}
     ),
-    "still multiplied by the scale: divide in place, before the update": wrong(divide=False),
-    "the good steps are counted in a row: start again at 0": wrong(skipped=lambda scale, good: (scale / 2, good)),
-    "this step was not a good one": wrong(skipped=lambda scale, good: (scale / 2, good + 1)),
-    "the scale was too large, so halve it": wrong(skipped=lambda scale, good: (scale, 0)),
-    "the scale was too large, and it was doubled": wrong(skipped=lambda scale, good: (scale * 2, 0)),
+    "still multiplied by the scale: divide in place, before the update": {"divide": False},
+    "the good steps are counted in a row: start again at 0": {"skipped": lambda scale, good: (scale / 2, good)},
+    "this step was not a good one": {"skipped": lambda scale, good: (scale / 2, good + 1)},
+    "the scale was too large, so halve it": {"skipped": lambda scale, good: (scale, 0)},
+    "the scale was too large, and it was doubled": {"skipped": lambda scale, good: (scale * 2, 0)},
     "the scale never grows": lambda gradients, scale, good_steps, interval, update: _scaled_step(
         gradients, scale, good_steps, 10**9, update
     ),

@@ -163,9 +163,9 @@ WRONG_CLIP = {
     "each tensor was clipped on its own; the norm is that of all tensors together": lambda grads, max_norm, group: [
         _clipped([grad], max_norm)[0] for grad in _averaged(grads, group)
     ],
-    "a gradient below the limit was made longer; the factor is at most 1": partial(_average_and_clip, most=math.inf),
+    "a gradient below the limit was made longer; the factor is at most 1": {"most": math.inf},
     "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
-    "the gradients were summed, not averaged": partial(_average_and_clip, op="sum"),
+    "the gradients were summed, not averaged": {"op": "sum"},
 }
 check_average_and_clip = Exercise(_average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
 

@@ -204,41 +204,42 @@ class _PyTorchs(DataParallel):
 WRONG = {
     "a rank begins with other weights than rank 0; broadcast rank 0's in __init__": OverlappedDP,
     "no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP": _PyTorchs,
-    "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": but(
-        DDP, send=lambda self, bucket: bucket.start()
-    ),
-    f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": but(DDP, bucket_size=1),
-    "messages were never waited for; the update may read too early": but(DDP, wait=_wait_by_time),
-    f"a bucket {WRITTEN}": but(DDP, start=staticmethod(lambda bucket: (bucket.start(), bucket.flat_P.add_(0)))),
-    "no message had started when backward was over; start a bucket in the hook that completes it": but(
-        DDP, backward=BucketedDP.backward, update=BucketedDP.update, is_last=False
-    ),
-    "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": but(
-        DDP, bucket_size=10**9
-    ),
-    "backward waited for every message; start with async_op=True, and wait in update": but(
-        DDP, start=staticmethod(lambda bucket: (bucket.start(), bucket.work.wait()))
-    ),
+    "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": {
+        "send": lambda self, bucket: bucket.start()
+    },
+    f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": {"bucket_size": 1},
+    "messages were never waited for; the update may read too early": {"wait": _wait_by_time},
+    f"a bucket {WRITTEN}": {"start": staticmethod(lambda bucket: (bucket.start(), bucket.flat_P.add_(0)))},
+    "no message had started when backward was over; start a bucket in the hook that completes it": {
+        "backward": BucketedDP.backward,
+        "update": BucketedDP.update,
+        "is_last": False,
+    },
+    "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": {
+        "bucket_size": 10**9
+    },
+    "backward waited for every message; start with async_op=True, and wait in update": {
+        "start": staticmethod(lambda bucket: (bucket.start(), bucket.work.wait()))
+    },
     "a small message was not the last one; fill buckets from the last parameter to the first, so that the rest, "
-    "below 60,000 elements, is ready last": but(DDP, in_order=staticmethod(lambda params: list(params)[::-1])),
+    "below 60,000 elements, is ready last": {"in_order": staticmethod(lambda params: list(params)[::-1])},
     **wrong_means(DDP),
-    "its first step used this rank's own gradient; take the mean over ranks": but(
-        DDP,
-        send=lambda self, bucket: dist.all_reduce(bucket.flat_P.clone(), group=self.group, async_op=True).wait(),
-        wait=lambda self: None,
-    ),
+    "its first step used this rank's own gradient; take the mean over ranks": {
+        "send": lambda self, bucket: dist.all_reduce(bucket.flat_P.clone(), group=self.group, async_op=True).wait(),
+        "wait": lambda self: None,
+    },
     "the mean over ranks of the first micro-batch, and this rank's own gradient of the later ones; average when "
     "the last micro-batch is in": _SendsTheFirstMicroBatch,
     "the mean over ranks of the first micro-batch alone; average when the last micro-batch is in": but(
         _SendsTheFirstMicroBatch, keeps=False
     ),
-    f"its second step used the new gradient plus that of the first step; {DROP}": but(
-        DDP, step=lambda self: self.optimizer.step()
-    ),
+    f"its second step used the new gradient plus that of the first step; {DROP}": {
+        "step": lambda self: self.optimizer.step()
+    },
     "its second step used this rank's own gradient, not averaged; the optimizer must read what is sent, and "
-    "zero_grad() replaces a .grad that is a view of a bucket by None": but(
-        DDP, step=lambda self: (self.optimizer.step(), self.optimizer.zero_grad())
-    ),
+    "zero_grad() replaces a .grad that is a view of a bucket by None": {
+        "step": lambda self: (self.optimizer.step(), self.optimizer.zero_grad())
+    },
     "the first step is right, the second not; build the optimizer once, for every parameter": _BuildsTheOptimizerAgain,
 }
 SAYS = {

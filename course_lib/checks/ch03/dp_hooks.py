@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -179,23 +178,22 @@ def _watch_step(model: nn.Module, x_BS: Tensor, finish: Callable, before: list) 
     return seen | {"the gradients": copied(grads, as_results=True)}, [work for work in works if not work.blocks]
 
 
-wrong = partial(partial, overlap)
 _WRONG_HOOKS = {
-    "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": wrong(
-        how="after backward"
-    ),
-    "a tied parameter has two names and one gradient": wrong(
-        params=lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
-    ),
-    "some trainable parameters were left out": wrong(
-        params=lambda model: [param for name, param in model.named_parameters() if "weight" in name]
-    ),
-    "the hook waits for its all-reduce, and backward with it; start it with async_op=True": wrong(how="blocks"),
-    "gradients may be read too early: wait in finish": wrong(how="never waits"),
-    "empty the list of handles in finish, or it grows with every step": wrong(how="keeps the handles"),
-    f"a gradient {WRITTEN}": wrong(how="divides under way"),
-    "summed, not averaged": wrong(how="sums"),
-    "divided by the number of ranks twice": wrong(how="divides twice"),
+    "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": {
+        "how": "after backward"
+    },
+    "a tied parameter has two names and one gradient": {
+        "params": lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
+    },
+    "some trainable parameters were left out": {
+        "params": lambda model: [param for name, param in model.named_parameters() if "weight" in name]
+    },
+    "the hook waits for its all-reduce, and backward with it; start it with async_op=True": {"how": "blocks"},
+    "gradients may be read too early: wait in finish": {"how": "never waits"},
+    "empty the list of handles in finish, or it grows with every step": {"how": "keeps the handles"},
+    f"a gradient {WRITTEN}": {"how": "divides under way"},
+    "summed, not averaged": {"how": "sums"},
+    "divided by the number of ranks twice": {"how": "divides twice"},
     "must return finish": Stops(lambda model, group: overlap(model, group) and None),
 }
 _SAYS_HOOKS = {
@@ -270,23 +268,22 @@ def _watch_sum(answer, rows, seed):
     }
 
 
-wrong = partial(partial, accumulate)
 _NO_SYNC = "all micro-batches but the last belong in no_sync(), their forward pass too"
 WHOLE = (
     "one backward for the sum of {} losses needs the memory of all of them: a forward pass began while those before "
     "it still kept what they saved for backward; call backward() after each"
 )
 WRONG_SUM = {
-    f"an all-reduce for each micro-batch, and 1 is required: {_NO_SYNC}": wrong(synced="each"),
-    "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": wrong(synced=0),
+    f"an all-reduce for each micro-batch, and 1 is required: {_NO_SYNC}": {"synced": "each"},
+    "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": {"synced": 0},
     WHOLE.format("all"): _one_backward,
     WHOLE.format("all but the last"): _one_backward_but_for_the_last,
-    "every micro-batch counted alike, however many rows it has": wrong(share=lambda part, parts: 1 / len(parts)),
-    "the micro-batches' means were added up; weigh each by its share of the rows": wrong(share=lambda part, parts: 1),
-    "divided by the number of ranks as well; DDP has done that": wrong(
-        share=lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
-    ),
-    "only the last micro-batch is in it": wrong(skip=(0, 1, 2)),
+    "every micro-batch counted alike, however many rows it has": {"share": lambda part, parts: 1 / len(parts)},
+    "the micro-batches' means were added up; weigh each by its share of the rows": {"share": lambda part, parts: 1},
+    "divided by the number of ranks as well; DDP has done that": {
+        "share": lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
+    },
+    "only the last micro-batch is in it": {"skip": (0, 1, 2)},
     "this is the rank's own gradient": _own_gradient,
 }
 check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": _NO_SYNC}, ranks=True)

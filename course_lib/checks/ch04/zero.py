@@ -124,18 +124,17 @@ def _limits(rng):
     return cases
 
 
-wrong = partial(partial, _clipped)
 WRONG_CLIP = {
-    "scaled by the norm of its own shard; ranks scale differently": wrong(norm=lambda squares, group: squares.sqrt()),
-    "the shards' norms were added; add their squares, then take the root": wrong(
-        norm=lambda squares, group: all_reduce(squares.sqrt(), group)
-    ),
-    "the mean of the squares was taken; the whole gradient has the sum of them": wrong(
-        norm=lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
-    ),
-    "a gradient below the limit was made longer; the factor is at most 1": wrong(most=math.inf),
+    "scaled by the norm of its own shard; ranks scale differently": {"norm": lambda squares, group: squares.sqrt()},
+    "the shards' norms were added; add their squares, then take the root": {
+        "norm": lambda squares, group: all_reduce(squares.sqrt(), group)
+    },
+    "the mean of the squares was taken; the whole gradient has the sum of them": {
+        "norm": lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
+    },
+    "a gradient below the limit was made longer; the factor is at most 1": {"most": math.inf},
     "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
-    "the root is missing: this is the sum of squares": wrong(norm=all_reduce),
+    "the root is missing: this is the sum of squares": {"norm": all_reduce},
     "a single number is enough": Stops(_gathers_the_gradient),
 }
 _SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}

@@ -1,7 +1,6 @@
 """Grader of chapter 04, exercise 5: units that are gathered, used and freed, in forward and in backward."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -193,16 +192,15 @@ def _since_freed(events: list[tuple[str, int]], index: int, stop: int) -> list[t
     return until[freed[-1] + 1 :] if freed else until
 
 
-wrong = partial(partial, _stage_3)
 WRONG = {
-    "a gradient was never reduced": wrong(reduce=False),
-    "too many units were whole at once: free a unit after its turn": wrong(free=False),
+    "a gradient was never reduced": {"reduce": False},
+    "too many units were whole at once: free a unit after its turn": {"free": False},
     "units are still whole; free them after their backward": _left_whole,
-    "forward runs from the first unit to the last, and backward from the last to the first": wrong(reverse=False),
-    "while a unit runs nothing is gathered ahead; start to gather the next one before": wrong(ahead=False),
+    "forward runs from the first unit to the last, and backward from the last to the first": {"reverse": False},
+    "while a unit runs nothing is gathered ahead; start to gather the next one before": {"ahead": False},
     "runs forward with freed parameters": Stops(lambda units, x: units[0].forward(x)),
-    "so gather it again": Stops(wrong(gather_again=False)),
-    "wait() for it first": Stops(wrong(wait=False)),
+    "so gather it again": Stops({"gather_again": False}),
+    "wait() for it first": Stops({"wait": False}),
 }
 SAYS = {
     "units that ran forward": "once is right for each",

@@ -95,11 +95,11 @@ def _watch(answer, num_micro_batches):
 
 WRONG = {
     "after one step all is right; after two, each rank has another a": LoRATensorParallel,
-    "all ranks have the same a, but after two steps it moved less than that of one process": but(_Sums, op="mean"),
+    "all ranks have the same a, but after two steps it moved less than that of one process": {"op": "mean"},
     "the adapters of the last block are right, those of the blocks before it are not": _through(
         lambda layer, x_BSD: copy_in(x_BSD @ layer.a_rD.T, layer.group)
     ),
-    "now b is wrong too, already after one step": but(_Sums, summed=""),
+    "now b is wrong too, already after one step": {"summed": ""},
 }
 check_lora_tensor = Exercise(
     _Sums,

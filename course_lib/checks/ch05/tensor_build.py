@@ -1,6 +1,5 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
-from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, scaled, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
@@ -95,19 +94,17 @@ PARTS = "cut every matrix, the embedding and the head as well, and let the full 
 ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
 FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
 WRONG = {
-    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": but(
-        TensorParallel, same_tokens=False
-    ),
-    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": but(
-        TensorParallel, enter=staticmethod(without)
-    ),
-    "there is no g behind the rows: what goes on is a partial sum": but(TensorParallel, leave=staticmethod(without)),
-    "the norms' gradients were summed, but every rank has the whole one, since f summed it": but(
-        TensorParallel, update=sum_the_norms
-    ),
-    "the loss is wrong: a rank counts a target's logit only where the target is its own": but(
-        TensorParallel, loss=loss_with_targets_of_other_ranks
-    ),
+    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": {
+        "same_tokens": False
+    },
+    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": {
+        "enter": staticmethod(without)
+    },
+    "there is no g behind the rows: what goes on is a partial sum": {"leave": staticmethod(without)},
+    "the norms' gradients were summed, but every rank has the whole one, since f summed it": {"update": sum_the_norms},
+    "the loss is wrong: a rank counts a target's logit only where the target is its own": {
+        "loss": loss_with_targets_of_other_ranks
+    },
     DIVIDED: scaled(TensorParallel, lambda ranks, parts: parts),
     PARTS: HeadStaysFull,
     ENOUGH: FBeforeEachColumn,

@@ -1,7 +1,5 @@
 """Graders of chapter 05, exercises 1 to 3: heads by rank, the share of communication, a row layer."""
 
-from functools import partial
-
 import torch.nn.functional as F
 
 from course_lib.checks.core import fresh_generator, numbers
@@ -151,13 +149,12 @@ def _layer(answer, x_BSf, w_DF, b_D):
 
 
 _PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
-wrong = partial(partial, _row)
 _WRONG_ROW = {
-    "the bias is in it once a rank; add it once, after the sum": wrong(bias=lambda b_D, group: b_D * group.size()),
-    "the bias is missing": wrong(bias=lambda b_D, group: 0),
-    _PARTIAL: [wrong(op=None), wrong(op=None, bias=lambda b_D, group: 0)],
-    "the partial sums were averaged": wrong(op="mean"),
-    "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": wrong(dim=0),
+    "the bias is in it once a rank; add it once, after the sum": {"bias": lambda b_D, group: b_D * group.size()},
+    "the bias is missing": {"bias": lambda b_D, group: 0},
+    _PARTIAL: [{"op": None}, {"op": None, "bias": lambda b_D, group: 0}],
+    "the partial sums were averaged": {"op": "mean"},
+    "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": {"dim": 0},
     "one all-reduce of the result sends": Stops(_whole_inputs),
     "arguments changed": Stops(
         lambda x_BSf, w_DF, b_D, group: _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()

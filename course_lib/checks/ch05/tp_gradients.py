@@ -1,7 +1,5 @@
 """Graders of chapter 05, exercises 4 to 6: gathered features, backward of a column layer, a loss from pieces."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -99,19 +97,18 @@ def _backward(answer, D, f, seed):
 
 
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
-wrong = partial(partial, _column)
 _WRONG_COLUMN = {
-    "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": wrong(
-        of_x=lambda grad, group: grad
-    ),
-    "the partial sums were averaged": wrong(of_x=_mean),
-    _ANOTHER.format("weight"): wrong(of_w=all_reduce),
-    "averaged over ranks": wrong(of_w=_mean),
-    _ANOTHER.format("bias"): wrong(of_b=all_reduce),
+    "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": {
+        "of_x": lambda grad, group: grad
+    },
+    "the partial sums were averaged": {"of_x": _mean},
+    _ANOTHER.format("weight"): {"of_w": all_reduce},
+    "averaged over ranks": {"of_w": _mean},
+    _ANOTHER.format("bias"): {"of_b": all_reduce},
     "it has shape (S, f); the bias was added in every sequence and at every position": (
         lambda grad_BSf, x_BSD, w_fD, group: (*_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0))
     ),
-    "one all-reduce of x's gradient sends": Stops(wrong(of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad)),
+    "one all-reduce of x's gradient sends": Stops({"of_w": lambda grad, group: all_reduce(grad, group) * 0 + grad}),
 }
 _SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
 check_column_backward = Exercise(_column, _layers, _WRONG_COLUMN, _backward, _SAYS_COLUMN, ranks=True)

@@ -1,7 +1,6 @@
 """Table of chapter 06, exercise 8: a broken program, whose hooks sum a norm's gradient again in each micro-batch."""
 
 from course_lib import comm
-from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, trained
 from course_lib.minimal.sequence import TensorSequenceParallel, norms_of
@@ -43,12 +42,10 @@ class _Sums(HookedSequenceParallel):
 
 WRONG = {
     "it is right with one micro-batch; with three, gradients of norms are too large": HookedSequenceParallel,
-    "gradients of norms are too small, already with one micro-batch": but(_Sums, op="mean"),
-    "with three micro-batches, gradients of norms lack the part of some tokens": but(
-        _Sums, when=staticmethod(lambda left, count: left == count - 1)
-    ),
-    "each rank uses its own tokens' part of the norms' gradients": but(
-        _Sums, when=staticmethod(lambda left, count: False)
-    ),
+    "gradients of norms are too small, already with one micro-batch": {"op": "mean"},
+    "with three micro-batches, gradients of norms lack the part of some tokens": {
+        "when": staticmethod(lambda left, count: left == count - 1)
+    },
+    "each rank uses its own tokens' part of the norms' gradients": {"when": staticmethod(lambda left, count: False)},
 }
 check_hooked_sequence = Exercise(_Sums, inputs, WRONG, trained, ranks=True, seconds=30.0)

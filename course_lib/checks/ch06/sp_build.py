@@ -137,9 +137,9 @@ WRONG = {
     "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": but(
         WithoutTheSum, summed=staticmethod(lambda model: norms_of(model.blocks))
     ),
-    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": but(
-        TensorSequenceParallel, update=average_the_norms
-    ),
+    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": {
+        "update": average_the_norms
+    },
     "a part of a matrix has its full gradient already; only what is replicated is to be summed": but(
         WithoutTheSum, summed=staticmethod(lambda model: list(model.parameters()))
     ),

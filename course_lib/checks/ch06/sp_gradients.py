@@ -136,16 +136,15 @@ def _summed(answer, width, seed):
     return seen | {"collectives called": Cost(sum(meter.calls.values()))}
 
 
-wrong = partial(partial, _sum)
 WRONG_SUM = {
     "this rank's part is left as it was; if you made a new tensor, write into the old one (`copy_`)": partial(
         _one_by_one, in_place=False
     ),
-    "left out, though it is added behind the sum, to my tokens alone: not norms only": wrong(
-        names=lambda name, cut: "norm" in name
-    ),
-    "averaged; the parts of a sum must be summed": wrong(op="mean"),
-    "summed, but every rank has another part of this tensor": wrong(names=lambda name, cut: True),
+    "left out, though it is added behind the sum, to my tokens alone: not norms only": {
+        "names": lambda name, cut: "norm" in name
+    },
+    "averaged; the parts of a sum must be summed": {"op": "mean"},
+    "summed, but every rank has another part of this tensor": {"names": lambda name, cut: True},
     "put them into one flat tensor and send one all-reduce": _one_by_one,
 }
 _SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.ch07.context_parallel import merged
-from course_lib.checks.core import but, fresh_seed, numbers
+from course_lib.checks.core import fresh_seed, numbers
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import Cost, several
 from course_lib.comm import all_reduce
@@ -240,16 +240,17 @@ SAYS = {"out": _SEES, "lse": _SEES, "dq": _FINAL, "dk": HOME, "dv": HOME}
 SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
 WRONG = {
     "there is no method backward yet": ForwardAlone,
-    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": but(
-        MyRing, blocks=lambda self, kv, ring: [(ring.rank, kv)], home=lambda self, own, arrived: own
-    ),
+    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": {
+        "blocks": lambda self, kv, ring: [(ring.rank, kv)],
+        "home": lambda self, own, arrived: own,
+    },
     "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
-    _FINAL: but(MyRing, final=lambda self, rows, q, keys, out, lse: standard_forward(q[:, :, rows], *keys, False)),
-    HOME: but(MyRing, home=lambda self, own, arrived: (arrived(), own)[1]),
+    _FINAL: {"final": lambda self, rows, q, keys, out, lse: standard_forward(q[:, :, rows], *keys, False)},
+    HOME: {"home": lambda self, own, arrived: (arrived(), own)[1]},
     ENOUGH: GoesAroundTwice,
     EARLY: SendsAfterwards,
-    _SEES: but(MyRing, knows_zigzag=False),
-    _HALVES: but(MyRing, forward=compute_a_whole_tile),
+    _SEES: {"knows_zigzag": False},
+    _HALVES: {"forward": compute_a_whole_tile},
 }
 SAYS = (
     {f"{step}: {what}": why for step in (*WAYS.values(), _ZIGZAG) for what, why in SAYS.items()}

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
 from course_lib.checks.ch08.pipeline_schedules import limited, scheduled
-from course_lib.checks.core import but
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather_json
@@ -158,19 +157,17 @@ _WAIT = "ranks wait for each other; start each send without waiting for it, toge
 WRONG = {
     "have no gradient on any rank: worker.stage has this rank's blocks under their names in the model, the first the "
     "embedding, the last norm and head": HeadLeftOut,
-    "gradients are too large; the loss is the mean over micro-batches": but(InOrder, F=sum_the_losses),
-    "does each gradient that is received meet the activations of its own micro-batch?": but(InOrder, B=newest_first),
-    "these are all forwards before all backwards": but(InOrder, lists=staticmethod(afab)),
-    "rank i does p - 1 - i forwards in warm-up, not more": but(
-        InOrder, lists=staticmethod(lambda p, m: limited(p, m, p, lambda p, rank, most: p - rank))
-    ),
-    "every rank waits for the backward of one micro-batch before it starts the next": but(
-        InOrder, lists=staticmethod(naive)
-    ),
-    "one message a cut each way": but(InOrder, send=twice(InOrder.send), receive=twice(InOrder.receive)),
-    STUCK: but(InOrder, start=start_alone),
-    "make the buffer with the shape": Stops(but(InOrder, receive=receive_in_float32)),
-    "ranks wait for each other": Stops(but(InOrder, send=lambda worker, x_BSD, dst: dist.send(x_BSD, dst))),
+    "gradients are too large; the loss is the mean over micro-batches": {"F": sum_the_losses},
+    "does each gradient that is received meet the activations of its own micro-batch?": {"B": newest_first},
+    "these are all forwards before all backwards": {"lists": staticmethod(afab)},
+    "rank i does p - 1 - i forwards in warm-up, not more": {
+        "lists": staticmethod(lambda p, m: limited(p, m, p, lambda p, rank, most: p - rank))
+    },
+    "every rank waits for the backward of one micro-batch before it starts the next": {"lists": staticmethod(naive)},
+    "one message a cut each way": {"send": twice(InOrder.send), "receive": twice(InOrder.receive)},
+    STUCK: {"start": start_alone},
+    "make the buffer with the shape": Stops({"receive": receive_in_float32}),
+    "ranks wait for each other": Stops({"send": lambda worker, x_BSD, dst: dist.send(x_BSD, dst)}),
 }
 SAYS = {
     "parameters without a gradient": "worker.stage has this rank's blocks under their names in the model",

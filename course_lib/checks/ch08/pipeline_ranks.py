@@ -1,6 +1,5 @@
 """Tables of chapter 08, exercises 5 and 6: backward in two halves, and messages to both neighbours at once."""
 
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -184,7 +183,6 @@ def _along_the_chain(messages):
     return []
 
 
-wrong = partial(partial, exchange)
 DOWN, UP = 0, 1
 LATE = "{} came, and the rest is whatever stood in the buffer; wait for the receive"
 _ENDS = "there is no such rank; return None (the chain is no ring)"
@@ -220,12 +218,12 @@ def _message(rank: int, way: int, seed: int) -> Tensor:
 
 
 _WRONG_EXCHANGE = {
-    LATE.format("no number"): wrong(arrived=0.0),
-    LATE.format("a part"): wrong(arrived=0.5),
-    _ENDS: wrong(swapped=True),
-    STUCK: [wrong(start=_one_by_one(order)) for order in ("send recv,blocking", "recv send")],
-    "messages go one after the other along the chain; start all before you wait for any": wrong(start=_along_the_chain),
-    "wait for each other": Stops(wrong(start=_one_by_one("send,blocking recv,blocking"))),
+    LATE.format("no number"): {"arrived": 0.0},
+    LATE.format("a part"): {"arrived": 0.5},
+    _ENDS: {"swapped": True},
+    STUCK: [{"start": _one_by_one(order)} for order in ("send recv,blocking", "recv send")],
+    "messages go one after the other along the chain; start all before you wait for any": {"start": _along_the_chain},
+    "wait for each other": Stops({"start": _one_by_one("send,blocking recv,blocking")}),
     "return two things": Stops(lambda down, up: list(exchange(down, up))),
 }
 _BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"

@@ -200,15 +200,11 @@ WRONG = {
     "the run goes on from the last checkpoint, not from the step in which the rank died": _but(
         lambda right, job, rank: {"first_step": job.killed}
     ),
-    "a step has half its sequences: with half the ranks of dp, each needs twice the micro-batches": partial(
-        go_on, halved=True
-    ),
-    "the optimizer's moments were not loaded: give them to `load` too, before the first step": partial(
-        go_on, optimizer_too=False
-    ),
-    "the rows begin again with those of step 0: a batch has the number of its step in the whole run": partial(
-        go_on, first_rows_again=True
-    ),
+    "a step has half its sequences: with half the ranks of dp, each needs twice the micro-batches": {"halved": True},
+    "the optimizer's moments were not loaded: give them to `load` too, before the first step": {"optimizer_too": False},
+    "the rows begin again with those of step 0: a batch has the number of its step in the whole run": {
+        "first_rows_again": True
+    },
     "steps that were lost have two losses; the one that counts is of the run that went on": _but(_all_lines),
     "tokens of lost steps count once: the model kept nothing of their first time": _but(
         lambda right, job, rank: {"tokens": right["tokens"] + right["tokens_lost"]}
