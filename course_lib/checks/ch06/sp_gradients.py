@@ -152,21 +152,20 @@ check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, 
 
 
 # ------------------------------------------------------------------------------------ 5. half a block
-def _half(
-    inside=lambda x_BsD, bias_D, group: 0,
-    after=lambda x_BsD, bias_D, group: x_BsD + bias_D,
-    enter=lambda x_BsD, norm, group: gather_in(norm(x_BsD), group, 1),
-    leave=scatter_sum,
-):
-    """The reference, and with an argument one of the mistakes. inside: what is added before the sum, after: behind."""
+_STEPS = {
+    "enter": lambda x_BsD, norm, group: gather_in(norm(x_BsD), group, 1),
+    "inside": lambda x_BsD, bias_D, group: 0,  # what is added before the sum
+    "leave": scatter_sum,
+    "after": lambda x_BsD, bias_D, group: x_BsD + bias_D,
+}
 
-    def block(x_BsD, norm, up_fD, down_Df, bias_D, group):
-        y_BSD_partial = F.linear(F.gelu(F.linear(enter(x_BsD, norm, group), up_fD)), down_Df) + inside(
-            x_BsD, bias_D, group
-        )
-        return after(x_BsD, bias_D, group) + leave(y_BSD_partial, group, 1)
 
-    return block
+def _half(x_BsD, norm, up_fD, down_Df, bias_D, group, **mistake):
+    """The reference, and with another step one of the mistakes."""
+    step = _STEPS | mistake
+    y_BSD_partial = F.linear(F.gelu(F.linear(step["enter"](x_BsD, norm, group), up_fD)), down_Df)
+    y_BSD_partial = y_BSD_partial + step["inside"](x_BsD, bias_D, group)
+    return step["after"](x_BsD, bias_D, group) + step["leave"](y_BSD_partial, group, 1)
 
 
 def _sizes(rng):
@@ -199,28 +198,29 @@ _CONJUGATES = (
     "leaves a row scatter_sum"
 )
 _WRONG_BLOCK = {
-    "the bias is in it once for every rank; add it after the sum": _half(
-        lambda x_BsD, bias_D, group: bias_D, lambda x_BsD, bias_D, group: x_BsD
-    ),
-    "the residual is in it once for every rank; add it after the sum": _half(
-        lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1), lambda x_BsD, bias_D, group: bias_D
-    ),
-    "the residual is missing": _half(after=lambda x_BsD, bias_D, group: bias_D),
-    "the bias is missing": _half(after=lambda x_BsD, bias_D, group: x_BsD),
-    "this is the whole sequence; a rank returns its own tokens": _half(
-        leave=lambda y_BSD, group, dim: sum_out(y_BSD, group),
-        after=lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
-    ),
-    "my tokens are enough; normalise before the gather": _half(
-        enter=lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
-    ),
-    _CONJUGATES: _half(enter=lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)),
+    "the bias is in it once for every rank; add it after the sum": {
+        "inside": lambda x_BsD, bias_D, group: bias_D,
+        "after": lambda x_BsD, bias_D, group: x_BsD,
+    },
+    "the residual is in it once for every rank; add it after the sum": {
+        "inside": lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1),
+        "after": lambda x_BsD, bias_D, group: bias_D,
+    },
+    "the residual is missing": {"after": lambda x_BsD, bias_D, group: bias_D},
+    "the bias is missing": {"after": lambda x_BsD, bias_D, group: x_BsD},
+    "this is the whole sequence; a rank returns its own tokens": {
+        "leave": lambda y_BSD, group, dim: sum_out(y_BSD, group),
+        "after": lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
+    },
+    "my tokens are enough; normalise before the gather": {
+        "enter": lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
+    },
+    _CONJUGATES: {"enter": lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)},
     "a gather and a reduce-scatter each way": Stops(
-        _half(leave=lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim))
+        {"leave": lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim)}
     ),
 }
 _SAYS_BLOCK = {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")} | {
     "bytes sent forward and backward": "a gather and a reduce-scatter each way"
 }
-_in_shares = _half(lambda x_BsD, bias_D, group: bias_D / group.size(), lambda x_BsD, bias_D, group: x_BsD)
-check_mlp_block = Exercise(_half(), _sizes, _WRONG_BLOCK, _blocks, _SAYS_BLOCK, right=_in_shares, ranks=True)
+check_mlp_block = Exercise(_half, _sizes, _WRONG_BLOCK, _blocks, _SAYS_BLOCK, ranks=True)
