@@ -69,7 +69,7 @@ class Exercise:
     errors   a part of the error of a rank -> why; backend: of the ranks, as `launch` has it
     ranks    whether the answer runs on real ranks, or what ranks that wait for ever have probably done
     seconds  of an idle machine, after which ranks are stopped
-    right    an unusual right answer, where more is watched than a result; for the test alone
+    right    an unusual right answer, where it is seen otherwise than the reference; for the test alone
     known    seed and case of a failed try -> what the wrong answers did there
     """
 
