@@ -55,15 +55,14 @@ class RowTrainer:
         return losses
 
 
-def _seeding(seed_of) -> type:
-    """Return the program that draws an order with a generator of its own: seed_of(epoch, rank)."""
+class _Seeds(RowTrainer):
+    """Draws each order with a generator of its own."""
 
-    class Seeding(RowTrainer):
-        def order(self, epoch, num_rows):
-            draw = torch.Generator().manual_seed(seed_of(epoch, self.group.rank()))
-            return torch.randperm(num_rows, generator=draw)
+    def seed(self, epoch):
+        return epoch
 
-    return Seeding
+    def order(self, epoch, num_rows):
+        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(self.seed(epoch)))
 
 
 class _OrderOfRank0(RowTrainer):
@@ -98,13 +97,13 @@ def _watch(answer, seed):
 
 WRONG = {
     "the first epoch is right; in later ones some rows are taken twice and others by nobody": RowTrainer,
-    "already in the first epoch some rows are taken twice and others by nobody": _seeding(
-        lambda epoch, rank: 10 * epoch + rank
-    ),
-    "every row is taken once in an epoch, but all epochs have the same order": _seeding(lambda epoch, rank: 0),
+    "already in the first epoch some rows are taken twice and others by nobody": {
+        "seed": lambda self, epoch: 10 * epoch + self.group.rank()
+    },
+    "every row is taken once in an epoch, but all epochs have the same order": {"seed": lambda self, epoch: 0},
 }
 check_row_trainer = Exercise(
-    _seeding(lambda epoch, rank: epoch),
+    _Seeds,
     lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))],
     WRONG,
     _watch,

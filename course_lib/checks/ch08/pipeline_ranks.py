@@ -13,46 +13,36 @@ from course_lib.checks.watch import Cost, agree
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves
-def split(zeros="of y", keep=lambda h, y, grad, dz: (h, dz), product=None, back=False):
+class Split:
     """Both halves. A mistake has zeros of h or none, keeps other tensors, or makes other products of the two kept."""
 
-    class Split:
-        @staticmethod
-        def input_half(x, linears, grad):
-            inputs, outputs = [], []
-            for W in linears:
-                inputs.append(x)
-                x = torch.relu(x @ W.T)
-                outputs.append(x)
-            kept = []
-            for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
-                dz = grad * (y > 0) if zeros == "of y" else grad
-                kept.append(keep(h, y, grad, dz))
-                grad = (dz @ W) * (h > 0) if zeros == "of h" else dz @ W
-            return grad, kept if back else kept[::-1]
+    zeros, back = "of y", False
+    keep, product = lambda h, y, grad, dz: (h, dz), lambda h, dz: dz.T @ h
 
-        @staticmethod
-        def weight_half(kept):
-            return [product(*pair) if product else pair[1].T @ pair[0] for pair in kept]
-
-    return Split
-
-
-class ByAutograd:
-    """Both halves at once."""
-
-    @staticmethod
-    def input_half(x, linears, grad):
-        x.requires_grad_()
-        h = x
+    @classmethod
+    def input_half(cls, x, linears, grad):
+        hidden, kept = [x], []
         for W in linears:
-            h = torch.relu(h @ W.T)
-        h.backward(grad)
-        return x.grad, linears
+            hidden.append(torch.relu(hidden[-1] @ W.T))
+        for W, h, y in zip(linears[::-1], hidden[-2::-1], hidden[:0:-1], strict=True):
+            dz = grad * (y > 0) if cls.zeros == "of y" else grad
+            kept.append(cls.keep(h, y, grad, dz))
+            grad = (dz @ W) * (h > 0) if cls.zeros == "of h" else dz @ W
+        return grad, kept if cls.back else kept[::-1]
 
-    @staticmethod
-    def weight_half(kept):
-        return [W.grad for W in kept]
+    @classmethod
+    def weight_half(cls, kept):
+        return [cls.product(*pair) for pair in kept]
+
+
+def by_autograd(x, linears, grad):
+    """Both halves at once."""
+    x.requires_grad_()
+    h = x
+    for W in linears:
+        h = torch.relu(h @ W.T)
+    h.backward(grad)
+    return x.grad, linears
 
 
 def stages(rng):
@@ -104,18 +94,21 @@ def _tensors(kept):
 
 EARLY = "input_half: it has computed the gradient of a weight already; nothing is delayed then"
 WRONG = {
-    "relu passes no gradient where it gave 0": split(zeros=""),
-    "relu's zeros are those of its output; these are of the input of the linear before it": split(zeros="of h"),
-    "weight_half: gradients come in the order of backward; return them in the order of the weights": split(back=True),
-    "this is its transpose; a gradient has the shape of its weight": split(product=lambda h, dz: h.T @ dz),
-    "it has dy where dz belongs: relu's zeros are missing": split(keep=lambda h, y, grad, dz: (h, grad)),
-    "averaged over tokens; it is their sum": split(product=lambda h, dz: dz.T @ h / len(h)),
-    "it has the output of its linear where the input belongs": split(keep=lambda h, y, grad, dz: (y, dz)),
-    EARLY: split(keep=lambda h, y, grad, dz: (dz.T @ h,), product=lambda product: product),
-    "autograd does both halves at once": Stops(ByAutograd),
+    "relu passes no gradient where it gave 0": {"zeros": ""},
+    "relu's zeros are those of its output; these are of the input of the linear before it": {"zeros": "of h"},
+    "weight_half: gradients come in the order of backward; return them in the order of the weights": {"back": True},
+    "this is its transpose; a gradient has the shape of its weight": {"product": lambda h, dz: h.T @ dz},
+    "it has dy where dz belongs: relu's zeros are missing": {"keep": lambda h, y, grad, dz: (h, grad)},
+    "averaged over tokens; it is their sum": {"product": lambda h, dz: dz.T @ h / len(h)},
+    "it has the output of its linear where the input belongs": {"keep": lambda h, y, grad, dz: (y, dz)},
+    EARLY: {
+        "keep": lambda h, y, grad, dz: (dz.T @ h,),
+        "product": lambda product: product,
+    },
+    "autograd does both halves at once": Stops({"input_half": by_autograd}),
 }
 SAYS = {"gradients of weights that input_half has computed": EARLY}
-check_split_backward = Exercise(split(), stages, WRONG, _watch_split, SAYS)
+check_split_backward = Exercise(Split, stages, WRONG, _watch_split, SAYS)
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours

@@ -68,19 +68,18 @@ class _ByIdentity(EightBitLayer):
         return saved.to(self.weight.dtype) * saved.scale
 
 
-def _in_order(place: int) -> type:
-    """Return the program with a list of scales, taken from one end."""
+class _InOrder(EightBitLayer):
+    """With a list of scales, taken from one end."""
 
-    class InOrder(EightBitLayer):
-        def save(self, x):
-            x8 = super().save(x)
-            self.scales = [*getattr(self, "scales", []), self.scale]
-            return x8
+    place = 0
 
-        def read(self, saved):
-            return saved.to(self.weight.dtype) * self.scales.pop(place)
+    def save(self, x):
+        x8 = super().save(x)
+        self.scales = [*getattr(self, "scales", []), self.scale]
+        return x8
 
-    return InOrder
+    def read(self, saved):
+        return saved.to(self.weight.dtype) * self.scales.pop(self.place)
 
 
 class _OneScaleForAll(EightBitLayer):
@@ -111,7 +110,7 @@ def _watch(answer, rows, seed):
 
 WRONG = {
     "right one after the other, off with three micro-batches in flight: gradients are too long or short": EightBitLayer,
-    "right if micro-batches go back in one order, and off in the other orders": [_in_order(0), _in_order(-1)],
+    "right if micro-batches go back in one order, and off in the other orders": [_InOrder, but(_InOrder, place=-1)],
     "right for the first micro-batch; later ones do not fit into its scale": _OneScaleForAll,
     "gradients are right, but more than one byte per element is saved": but(
         EightBitLayer, save=lambda self, x: x, read=lambda self, saved: saved
