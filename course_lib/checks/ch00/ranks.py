@@ -347,12 +347,7 @@ _WRONG_DOUBLING = {
 _SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
 _HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
 check_all_reduce_by_doubling = Exercise(
-    doubling,
-    _powers_of_two,
-    _WRONG_DOUBLING,
-    _watch_doubling,
-    _SAYS_DOUBLING,
-    ranks=_HANG_DOUBLING,
+    doubling, _powers_of_two, _WRONG_DOUBLING, _watch_doubling, _SAYS_DOUBLING, ranks=_HANG_DOUBLING
 )
 
 

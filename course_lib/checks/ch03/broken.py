@@ -103,10 +103,5 @@ WRONG = {
     "every row is taken once in an epoch, but all epochs have the same order": {"seed": lambda self, epoch: 0},
 }
 check_row_trainer = Exercise(
-    _Seeds,
-    lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))],
-    WRONG,
-    _watch,
-    ranks=True,
-    right=_OrderOfRank0,
+    _Seeds, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, ranks=True, right=_OrderOfRank0
 )

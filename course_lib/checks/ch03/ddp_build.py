@@ -120,45 +120,16 @@ class DDP(OverlappedDP):
     start = staticmethod(Bucket.start)
 
 
-class _CopiesIntoBuckets(DataParallel):
-    """Gradients are tensors of their own; a bucket is made when it is sent, and copied back."""
+def _start_a_copy(bucket):
+    """Right: what travels is a copy, which is copied back."""
+    bucket.copy_P = bucket.flat_P / bucket.group.size()
+    bucket.work = dist.all_reduce(bucket.copy_P, group=bucket.group, async_op=True)
 
-    def __init__(self, model, make_optimizer, group):
-        super().__init__(model, make_optimizer, group)
-        flat_P = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-        dist.broadcast(flat_P, src=0, group=group)
-        torch.nn.utils.vector_to_parameters(flat_P, model.parameters())
-        self.filling, self.sent, self.syncing = [], [], False
-        self.first = next(model.parameters())
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(self.arrived)
 
-    def arrived(self, param):
-        """Send what is ready, once it is enough."""
-        if not self.syncing:
-            return
-        self.filling.append(param)
-        if sum(member.numel() for member in self.filling) >= BUCKET_SIZE or param is self.first:
-            flat_P = torch.cat([member.grad.flatten() for member in self.filling])
-            self.sent.append((self.filling, flat_P, dist.all_reduce(flat_P, group=self.group, async_op=True)))
-            self.filling = []
-
-    def backward(self, micro_batches):
-        """Accumulate; send in the last micro-batch."""
-        for index, part in enumerate(micro_batches, 1):
-            self.syncing = index == len(micro_batches)
-            (loss_of(self.model, *part) / len(micro_batches)).backward()
-
-    def update(self):
-        """Wait, copy back, and make the step."""
-        for members, flat_P, work in self.sent:
-            work.wait()
-            pieces = flat_P.split([member.numel() for member in members])
-            for member, piece in zip(members, pieces, strict=True):
-                member.grad = piece.view(member.shape) / self.group.size()
-        self.sent.clear()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def _copy_back(trainer):
+    for bucket in trainer.buckets:
+        bucket.work.wait()
+        bucket.flat_P.copy_(bucket.copy_P)
 
 
 def _wait_by_time(trainer):
@@ -254,5 +225,12 @@ SAYS = {
     "bytes sent": "an all-reduce of all gradients, once a step, is enough",
 }
 check_ddp = Exercise(
-    DDP, lambda rng: [(rng.choice([2, 4]),)], WRONG, _watch, SAYS, right=_CopiesIntoBuckets, ranks=True, seconds=30.0
+    DDP,
+    lambda rng: [(rng.choice([2, 4]),)],
+    WRONG,
+    _watch,
+    SAYS,
+    right=but(DDP, start=staticmethod(_start_a_copy), wait=_copy_back),
+    ranks=True,
+    seconds=30.0,
 )

@@ -78,9 +78,5 @@ WRONG = {
     },
 }
 check_zigzag_step = Exercise(
-    _Positioned,
-    lambda rng: [(rng.choice([2, 4]), 8 * rng.randrange(3, 8))],
-    WRONG,
-    _watch,
-    ranks=True,
+    _Positioned, lambda rng: [(rng.choice([2, 4]), 8 * rng.randrange(3, 8))], WRONG, _watch, ranks=True
 )

@@ -84,10 +84,5 @@ WRONG = {
     "another seed draws the same experts": {"seed_of": lambda self, number: number},
 }
 check_drawn = Exercise(
-    _Seeds,
-    lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))],
-    WRONG,
-    _watch,
-    right=_SendsRank0sRouter,
-    ranks=True,
+    _Seeds, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, right=_SendsRank0sRouter, ranks=True
 )

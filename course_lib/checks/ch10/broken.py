@@ -73,10 +73,5 @@ WRONG = {
     "gradients are too long by dp": {"op": "sum"},
 }
 check_data_and_tensor = Exercise(
-    _RowsOfMyPair,
-    lambda rng: [(4, rng.choice([1, 2]))],
-    WRONG,
-    _watch,
-    ranks=True,
-    seconds=20.0,
+    _RowsOfMyPair, lambda rng: [(4, rng.choice([1, 2]))], WRONG, _watch, ranks=True, seconds=20.0
 )

@@ -224,11 +224,5 @@ WRONG = {
     ),
 }
 check_capstone = Exercise(
-    go_on,
-    jobs,
-    WRONG,
-    watch,
-    ranks="Call load, save and train_step on both ranks.",
-    seconds=30.0,
-    backend="gloo",
+    go_on, jobs, WRONG, watch, ranks="Call load, save and train_step on both ranks.", seconds=30.0, backend="gloo"
 )
