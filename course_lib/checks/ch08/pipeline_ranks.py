@@ -1,5 +1,6 @@
 """Tables of chapter 08, exercises 5 and 6: backward in two halves, and messages to both neighbours at once."""
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -149,23 +150,17 @@ def _exchange_even_ranks_first(down, up):
     return before, behind
 
 
-def _one_by_one(order):
-    """Each message in a call of its own; those that are no lone receives are blocking if the order says so."""
-
-    def start(messages):
-        kinds = {
-            "send": [m for m in messages if m.op is dist.isend],
-            "recv": [m for m in messages if m.op is dist.irecv],
-        }
-        works = []
-        for kind in order.split():
-            for message in kinds[kind.removesuffix(",blocking")]:
-                works.append(message.op(message.tensor, message.peer))
+def _one_by_one(messages, order):
+    """Each message in a call of its own; those of a kind block if the order says so."""
+    works = []
+    for kind in order.split():
+        op = dist.isend if kind.startswith("send") else dist.irecv
+        for message in messages:
+            if message.op is op:
+                works.append(op(message.tensor, message.peer))
                 if kind.endswith(",blocking"):
                     works.pop().wait()
-        return works
-
-    return start
+    return works
 
 
 def _along_the_chain(messages):
@@ -214,9 +209,9 @@ _WRONG_EXCHANGE = {
     LATE.format("no number"): {"arrived": 0.0},
     LATE.format("a part"): {"arrived": 0.5},
     _ENDS: {"swapped": True},
-    STUCK: [{"start": _one_by_one(order)} for order in ("send recv,blocking", "recv send")],
+    STUCK: [{"start": partial(_one_by_one, order=order)} for order in ("send recv,blocking", "recv send")],
     "messages go one after the other along the chain; start all before you wait for any": {"start": _along_the_chain},
-    "wait for each other": Stops({"start": _one_by_one("send,blocking recv,blocking")}),
+    "wait for each other": Stops({"start": partial(_one_by_one, order="send,blocking recv,blocking")}),
     "return two things": Stops(lambda down, up: list(exchange(down, up))),
 }
 _BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"

@@ -130,11 +130,8 @@ def _order(pid, tiles_m, tiles_n, group):
     return first + within % high, within // high
 
 
-def _row_of(order):
-    def tiles(answer, tiles_m, tiles_n, group):
-        return {"tiles": [tuple(map(int, answer(pid, tiles_m, tiles_n, group))) for pid in range(tiles_m * tiles_n)]}
-
-    return tiles
+def _tiles(answer, tiles_m, tiles_n, group):
+    return {"tiles": [tuple(map(int, answer(pid, tiles_m, tiles_n, group))) for pid in range(tiles_m * tiles_n)]}
 
 
 def _equal_groups(pid, tiles_m, tiles_n, group):
@@ -160,5 +157,5 @@ check_order = Exercise(
     _order,
     lambda rng: [(4, 5, 2), (5, 3, 2), (rng.randrange(5, 9), rng.randrange(3, 9), 3)],
     _WRONG_ORDER,
-    _row_of(_order),
+    _tiles,
 )
