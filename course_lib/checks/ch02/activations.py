@@ -1,6 +1,5 @@
 """Tables of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
 
-import itertools
 import math
 import random
 from contextlib import nullcontext
@@ -9,9 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checks.core import fresh_seed, numbers
@@ -52,36 +51,6 @@ class _Recomputed(torch.autograd.Function):
 def recompute(block, x, how=()):
     """Output and gradients of a block that keeps its input alone and runs again in backward."""
     return _Recomputed.apply(how, block, x, *block.parameters())
-
-
-def _hooks_of_saved_tensors(block, x):
-    state, autocast, again, number = torch.get_rng_state(), autocast_as_now(x), {}, itertools.count()
-
-    def unpack(index):
-        if not again:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
-                torch.set_rng_state(state)
-                with saved_tensors_hooks(lambda t: again.setdefault(len(again), t.detach()), lambda t: t):
-                    block(x.detach().requires_grad_(x.requires_grad))
-        return again[index]
-
-    with saved_tensors_hooks(lambda tensor: next(number), unpack):
-        return block(x)
-
-
-class _GraphBuiltInForward(torch.autograd.Function):
-    """Builds the block's graph at once, and walks it in backward."""
-
-    @staticmethod
-    def forward(ctx, block, x, *params):
-        with torch.enable_grad():
-            ctx.x, ctx.params = x.detach().requires_grad_(), params
-            ctx.out = block(ctx.x)
-        return ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, *torch.autograd.grad(ctx.out, (ctx.x, *ctx.params), grad)
 
 
 def _runs_twice_in_forward(block, x):
@@ -148,9 +117,7 @@ _WRONG_TWICE = {
     "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
     "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
     "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
-    "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
-        block, x, *block.parameters()
-    ),
+    "once in forward and once more in backward is right": lambda block, x: block(x),
     "what is inside the block must not be recorded in forward": [{"how": "keeps more"}],
     "the input got no gradient; backward returns it, after running the block on an input that requires one": (
         {"how": "no input"}
@@ -169,7 +136,12 @@ _SAYS_TWICE = {
     "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
 }
 check_recompute = Exercise(
-    recompute, _inputs_of_a_block, _WRONG_TWICE, _watch_block, _SAYS_TWICE, right=_hooks_of_saved_tensors
+    recompute,
+    _inputs_of_a_block,
+    _WRONG_TWICE,
+    _watch_block,
+    _SAYS_TWICE,
+    right=partial(checkpoint, use_reentrant=False),
 )
 
 

@@ -13,7 +13,6 @@ from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
 from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import copied
-from course_lib.comm import all_reduce_
 from course_lib.measure import ByteMeter
 
 
@@ -122,26 +121,6 @@ def overlap(model, group, params=lambda model: model.parameters(), how=()):
     return finish
 
 
-def _on_copies(model, group):
-    """What travels is a copy, which becomes the gradient."""
-    copies = []
-
-    def start(param):
-        copy = param.grad / group.size()
-        copies.append((param, copy, all_reduce_(copy, group, async_op=True)))
-
-    for param in filter(lambda param: param.requires_grad, model.parameters()):
-        param.register_post_accumulate_grad_hook(start)
-
-    def finish():
-        for param, copy, work in copies:
-            work.wait()
-            param.grad = copy
-        copies.clear()
-
-    return finish
-
-
 def _watch_hooks(answer, seed):
     """Two steps: collectives under way are counted, and whether their tensors were written meanwhile."""
     model, before, of_steps = TiedModel(seed), [], []
@@ -204,9 +183,7 @@ _SAYS_HOOKS = {
     "all-reduces never waited for": "gradients may be read too early",
     "all-reduces of the step before waited for once more": "empty the list of handles in finish",
 }
-check_overlap = Exercise(
-    overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _SAYS_HOOKS, right=_on_copies, ranks=True
-)
+check_overlap = Exercise(overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _SAYS_HOOKS, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. accumulation
