@@ -266,7 +266,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "train.plan": {},
     "training.data": {},
     "training.offload": {},
-    "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
     "model.moe": {"limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2}},
     "model.attention": {
         "check_choices": {"attention": "fused", "recompute": "none"},

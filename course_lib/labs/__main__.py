@@ -15,19 +15,16 @@ from course_lib.labs.measure import ROUNDS, run_lab
 from course_lib.labs.sheet import form
 from course_lib.labs.table import lab_named
 from course_lib.launch.rendezvous import end_script, join_world, place_of
-from course_lib.validate import Size, check_fields, writable_file
+from course_lib.validate import Checked, Size, writable_file
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """Measure a lab on these ranks; rank 0 prints the form and writes the file."""
 
     chapter: Positional[str]  # 00 to 12
     out: Path | None = None  # the JSON that is written
     rounds: Size = ROUNDS  # steps of each layout, or calls of each way to sum
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def run(options: Options) -> int:

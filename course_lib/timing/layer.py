@@ -22,6 +22,7 @@ from course_lib.flops import (
     mlp_parameters,
 )
 from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
 from course_lib.memory.zero import Offload
@@ -126,10 +127,11 @@ _OF_CALLS = len(_OF_A_LAYER) + 4  # of a key: what calls depend on
 def known(case: Case, *more) -> Known:
     """A case by what its layers depend on, and by what else is given."""
     run, layout = case.run, case.run.layout
-    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if layout.ep > 1 else 1)
+    far_apart = layout.ep > 1 and layout.order != AXES  # else neighbours share experts, however many ranks there are
+    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if far_apart else 1)
     of_run = (run.config, run.seq_len, run.recipe)
-    rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1, layout.schedule in case.engine.hides_ep)
-    rest += (case.nodes, case.cluster, case.engine, case.rates)
+    rest = (run.attention, run.lora, run.fp8, run.operators, layout.schedule in case.engine.hides_ep)
+    rest += (layout.pp > 1 and case.slowness > 0, case.nodes, case.cluster, case.engine, case.rates)
     return Known((*of_layout, *of_run, *rest, *more), case)
 
 

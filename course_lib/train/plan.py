@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields
+from course_lib.validate import Amount, Checked, Count, Index, Positive, Size
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -47,6 +47,7 @@ class TrainPlan(TrainSettings):
     spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
+    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory, for tp 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,7 +66,7 @@ class TrainPlan(TrainSettings):
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
 
     resume         "auto": go on from the last complete one, start anew if there is none; "never": there must be none
@@ -80,16 +81,13 @@ class Checkpoints:
     resume: Literal["auto", "never"] = "auto"
     in_background: bool = False
 
-    def __post_init__(self):
-        check_fields(self)
-
     def most_at_once(self, steps: Size) -> int:
         """Return how many a run of so many steps has at a time: the oldest goes when a new one is complete."""
         return min(self.keep + 1, math.ceil(steps / self.every))
 
 
 @dataclass(frozen=True)
-class Logs:
+class Logs(Checked):
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
     peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
@@ -99,9 +97,6 @@ class Logs:
     folder: str
     peak_tflops: Positive | None = None
     trace: Size | None = None
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:

@@ -143,6 +143,7 @@ def train(
     settings = agree(config, layout, plan)
     check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
+    engine.loss_chunks = plan.loss_chunks
     load_trained(engine)
     optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
@@ -229,7 +230,8 @@ def check_memory(config: ModelConfig, layout: Layout, plan: TrainPlan) -> None:
     Raises   Refused on every rank
     """
     rank, recipe = dist.get_rank(), FP64 if plan.precision == "fp64" else plan.precision
-    budget = budgets(Run(config, layout, plan.seq_len, recipe, device="cpu"))[layout.mesh.coordinates(rank)["pp"]]
+    run = Run(config, layout, plan.seq_len, recipe, device="cpu", loss_chunks=plan.loss_chunks)
+    budget = budgets(run)[layout.mesh.coordinates(rank)["pp"]]
     needs = budget.peak_bytes if rank_device().type == "cpu" else 0
     mine = {"host": socket.gethostname(), "needs": needs, "free": usable_memory()[1]}
     of_ranks = comm.all_gather_json(mine, dist.group.WORLD)

@@ -310,6 +310,18 @@ def test_the_ranks_of_a_machine_must_fit_into_its_memory_together():
     assert launch(train.check_memory, 4, LLAMA, layout, PLAN, quiet=True)[0] is None
 
 
+def test_with_a_loss_in_chunks_the_trainer_has_the_same_losses_and_needs_less_memory():
+    layout, plan = layout_for("dp=2", BATCH), replace(PLAN, steps=3, precision="fp64")
+    chunked = replace(plan, loss_chunks=5)
+    runs = [(LLAMA, layout, plan), (LLAMA, layout, chunked), (LLAMA, layout_for("tp=2", BATCH), chunked)]
+    whole, in_chunks, refused = launch(by_each, 2, runs, quiet=True)[0]
+    assert in_chunks.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert refused == "ValueError: loss_chunks is 5, but tp (2) cuts the vocabulary; leave out one"
+    config = replace(LLAMA, vocab_size=8192)
+    peaks = [budgets(Run(config, layout, 256, loss_chunks=chunks))[0].peak_bytes for chunks in (1, 5)]
+    assert peaks[1] < 0.9 * peaks[0]
+
+
 @pytest.fixture
 def lonely(monkeypatch):
     """No engine has started this process, and nothing has to be waited for."""
