@@ -36,6 +36,7 @@ from course_lib.model.llama import RMSNorm
 from course_lib.parallel.engine import ModelEngine, Trace, trainable
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.parallel.whole import put_together
 from course_lib.training.precision import gradient_of
 from course_lib.validate import one_of
 
@@ -69,8 +70,8 @@ class TensorParallel(ModelEngine):
         return ((param, cuts[name].copies if name in cuts else tp_size) for name, param in trainable(self.module))
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        cuts, found = cuts_of(self.module), super().whole(tensor_of)
-        return {name: cuts[name].whole(x, self.residual.group) if name in cuts else x for name, x in found.items()}
+        cuts, group = cuts_of(self.module), self.residual.group
+        return put_together(self.config, super().whole(tensor_of), cuts, group, group.rank())
 
 
 def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> TensorParallel:
