@@ -89,6 +89,7 @@ class EngineFacts(Checked):
     loss_bytes          bytes a logit at its largest moment, without tp
     tp_loss_bytes       and where tp cuts the vocabulary
     chunked_loss        whether it can take the loss in chunks of tokens
+    chunks_make_gradients  forward then makes the head's gradients, in FP32, and keeps them for backward
 
     What is no state
     message_buffers     buffers for the messages of all micro-batches are there from the start of a step
@@ -132,6 +133,7 @@ class EngineFacts(Checked):
     loss_bytes: Amount = 12
     tp_loss_bytes: Amount = 10
     chunked_loss: bool = False
+    chunks_make_gradients: bool = False
     message_buffers: bool = False
     whole_sequences: int = 0
     cut: Literal["even", "cost"] = "even"

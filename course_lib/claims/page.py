@@ -13,7 +13,7 @@ NAMES = {
     "network": "Links and collectives", "memory": "Memory", "throughput": "Speed and utilisation",
     "dp": "Data parallelism", "zero": "ZeRO", "tp": "Tensor parallelism", "sp": "Sequence parallelism",
     "cp": "Context parallelism", "pp": "Pipeline parallelism", "ep": "Expert parallelism",
-    "5d": "All axes together", "ops": "Operation",
+    "5d": "All axes together", "gpu": "Inside a GPU, and eight bits", "ops": "Operation",
 }  # fmt: skip
 HEAD = """# What to say instead
 

@@ -20,8 +20,6 @@ from course_lib.timing.rates import RATES, Rates, hfu, mfu
 from course_lib.timing.step import step_time
 from course_lib.validate import Bytes, Checked, Positive, check_fields, checked
 
-VERDICTS = ("fits", "tight", "does not fit")
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -9,7 +9,7 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     optimizer = OffloadedAdamW(shards, place="disk", folder="/nvme/scratch")
     optimizer.step()
     optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
-    timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
+    timing.crossing_s(optimizer.link_bytes)     # modelled: what each link alone would take
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: dp ranks use dp PCIe links at once, each for 1/dp of it
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
@@ -17,7 +17,7 @@ It takes any parameters; sharded ones make it ZeRO-Infinity: dp ranks use dp PCI
 one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
 
 On a machine without GPU the device is the host: copies are made and counted all the same, and only "disk" frees memory.
-Copies and arithmetic take turns here. Real systems overlap them: `overlap=True` models the best case.
+Copies and arithmetic take turns here. Real systems overlap them: at best the slowest link's seconds remain.
 
 Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857); Ren et al. 2021 (ZeRO-Offload, arXiv:2101.06840)
 """

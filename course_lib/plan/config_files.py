@@ -403,21 +403,17 @@ def accelerate_fsdp2(
     num_processes: Size,
     reshard_after_forward: bool = True,
     precision: Precision = "bf16",
-    offload_params: bool = False,
     recompute: bool = False,
-    load_on_first_rank: bool = False,
     machines: Size = 1,
 ) -> dict:
     """Accelerate's YAML for FSDP2.
 
-    wrap                 names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
-    recompute            activation checkpointing of each unit
-    load_on_first_rank   only rank 0 reads a transformers model; the others begin on the meta device
+    wrap        names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
+    recompute   activation checkpointing of each unit
     """
     if not wrap or any("," in name for name in wrap):
         raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
-    fields = {"reshard_after_forward": reshard_after_forward, "offload_params": offload_params, "recompute": recompute}
-    fields |= {"wrap": ",".join(wrap), "load_on_first_rank": load_on_first_rank}
+    fields = {"reshard_after_forward": reshard_after_forward, "recompute": recompute, "wrap": ",".join(wrap)}
     return _accelerate("FSDP", precision, num_processes, machines, **fields)
 
 

@@ -147,7 +147,7 @@ class Sheet:
         job, decided = self.choice.job(), self.choice.decided
         return work_out(job, Layout.parse(decided[-1])) if decided else search(job).best
 
-    def judge(self, layout: Layout) -> str:
+    def compare_with_fastest(self, layout: Layout) -> str:
         """Say whether a layout fits the job, and which share of the fastest layout's speed it reaches.
 
         Raises   ValueError if the job cannot be trained so, or no layout fits

@@ -13,7 +13,7 @@ from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.timing.collectives import ranks_in_a_node
-from course_lib.timing.data import offload_s
+from course_lib.timing.data import crossing_s
 from course_lib.timing.layer import Case, Times, network_s, stages_of
 from course_lib.traffic.data import flat_calls
 
@@ -102,5 +102,5 @@ def update_s(case: Case) -> float:
     parameters = 0.0 if run.lora else parameters / (layout.tp * layout.pp)
     seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
     if run.offload.optimizer != "device" or run.offload.parameters != "device":
-        seconds += offload_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches))
+        seconds += sum(crossing_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches)).values())
     return seconds

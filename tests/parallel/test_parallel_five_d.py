@@ -194,6 +194,28 @@ def test_what_cannot_be_combined_says_so_and_why(pair):
 # --- equal to one process
 
 
+IN_CHUNKS = [  # tp cuts the vocabulary already
+    ("tied", "dp=2,zero_stage=3,micro_batches=2,recompute=full"),
+    ("llama", "cp=2,micro_batches=2"),
+    ("gpt", "pp=2,zero_stage=1,schedule=zb_h1,micro_batches=3"),
+    ("experts", "dp=2,ep=2,zero_stage=2,micro_batches=2"),
+]
+
+
+def in_chunks():
+    return [on_ranks(*case, loss_chunks=3) for case in IN_CHUNKS]
+
+
+def test_the_loss_in_chunks_equals_that_of_one_process():
+    """Of 16 or 8 tokens: the last chunk is shorter."""
+    for (name, text), results in zip(IN_CHUNKS, zip(*launch(in_chunks, 2, quiet=True), strict=True), strict=True):
+        layout = Layout.parse(text)
+        expected = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
+        for of_rank in results:
+            far = distances(of_rank, expected)
+            assert far["loss"] < 1e-10 and far["norm"] < 1e-10 and far.get("gradients", 0) < 1e-12, (name, text)
+
+
 def run_cases(cases):
     torch.manual_seed(0)
     return [on_ranks(*case) for case in cases]
