@@ -378,14 +378,14 @@ def gpu_with(
     return replace(known, **changes) if changes else known
 
 
-def gpu_for(gpu: GPU, precision: Literal["fp32", "fp16", "bf16"]) -> GPU:
-    """The GPU as a run in that precision uses it: in FP32 its products run at the rate of FP32.
+def gpu_for(gpu: GPU, recipe: str) -> GPU:
+    """The GPU as a run of that recipe (fp32, fp16-..., else BF16) uses it: in FP32 at the rate of FP32.
 
     Raises   ValueError where the run is in BF16, and the GPU has no such units
     """
-    if precision == "fp32":
+    if recipe.startswith("fp32"):
         return replace(gpu, bf16_flops=gpu.fp32_flops, fp16_flops=gpu.fp32_flops)
-    if precision == "bf16" and gpu.bf16_flops is None:
+    if gpu.bf16_flops is None and not recipe.startswith("fp16"):
         raise ValueError(f"{gpu.name} has no bf16 units; choose recipe fp16-master-fp32-grads or fp32")
     return gpu
 

@@ -251,7 +251,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         **{name: LAB_RUN for name in ("modelled", "modelled_sent", "modelled_sums", "sheet", "compare", "form")},
     },
     "train.options": {
-        "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
+        "Options": {"model": ..., "layout": ..., "backend": ...},  # texts that become records, checked
         "read": "reads the command line",
         "layout_for": {"text": "dp=2", "batch_size": None},
     },

@@ -38,21 +38,13 @@ OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that ea
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """A layout that lost, and why."""
-
-    layout: Layout
-    reason: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """What was found.
 
     best       the choice among those that cannot be told from the fastest: `advised`
     ranked     the fastest that fit, fastest first; a tight one counts as 3 % slower. No faster one is missing
     front      those of them that no other beats in memory and in MFU, fastest first
-    rejected   the two layouts nearest to the best that lost, with the reason
+    rejected   the two layouts nearest to the best that lost, each with the reason
     num_tried  layouts of which it is known whether they fit
     """
 
@@ -60,7 +52,7 @@ class Plan:
     best: Estimate
     ranked: tuple[Estimate, ...]
     front: tuple[Estimate, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[tuple[Layout, str], ...]
     num_tried: int
 
     @property
@@ -302,13 +294,15 @@ def _leanest(job: Job, lost: list[Layout]) -> Estimate:
 
 
 # ------------------------------------------------------------------------------------ what was near
-def _nearest(job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]) -> tuple[Rejected, ...]:
+def _nearest(
+    job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
+) -> tuple[tuple[Layout, str], ...]:
     """Say of the two that differ in the fewest choices, and of these need least memory, why they lost."""
     layouts = [layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout]
     most = max(nsmallest(2, (differences(best.layout, layout) for layout in layouts)), default=0)
     near = [work_out(job, layout) for layout in layouts if differences(best.layout, layout) <= most]
     near.sort(key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))
-    return tuple(Rejected(option.layout, _why(best, option)) for option in near[:2])
+    return tuple((option.layout, _why(best, option)) for option in near[:2])
 
 
 def _why(best: Estimate, option: Estimate) -> str:

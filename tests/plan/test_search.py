@@ -183,11 +183,11 @@ def test_ranked_front_and_rejected_are_what_they_say(tight):
         assert not any(other.memory_bytes < option.memory_bytes and other.mfu > option.mfu for other in tight.ranked)
     assert front(tight.ranked[:1]) == tight.ranked[:1]
     assert len(tight.rejected) == 2
-    for rejected in tight.rejected:
-        option = work_out(TIGHT, rejected.layout)
-        assert rejected.layout != tight.best.layout and differences(rejected.layout, tight.best.layout) < 4
-        assert rejected.reason.startswith("does not fit") == (not option.fits)
-        assert option.fits or option.memory_in_words in rejected.reason
+    for layout, reason in tight.rejected:
+        option = work_out(TIGHT, layout)
+        assert layout != tight.best.layout and differences(layout, tight.best.layout) < 4
+        assert reason.startswith("does not fit") == (not option.fits)
+        assert option.fits or option.memory_in_words in reason
 
 
 def test_a_tight_layout_ranks_below_those_of_nearly_its_speed():
