@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, check_group
+from course_lib.layout.check import FAMILIES
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
@@ -41,9 +42,7 @@ from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
-
-FAMILIES = ("llama", "gpt")
-
+from course_lib.validate import one_of
 
 # --- a model
 
@@ -157,13 +156,11 @@ def _inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
 def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_sharding: str, outer: int) -> None:
     """Raises ValueError for what this engine does not know, or heads that Ulysses cannot divide."""
     config, cp_size = model.config, check_group(group, "build").size()
-    if config.family not in FAMILIES:
-        raise ValueError(f"family is {config.family!r}; context parallelism here knows {', '.join(FAMILIES)}")
+    one_of("family", config.family, FAMILIES)
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     check_method(method)
-    if sequence_sharding not in SEQUENCE_SHARDINGS:
-        raise ValueError(f"sequence_sharding is {sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}")
+    one_of("sequence_sharding", sequence_sharding, SEQUENCE_SHARDINGS)
     if outer < 1 or cp_size % outer:
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
     if outer > 1 and method != "ulysses":

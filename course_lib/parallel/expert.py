@@ -89,10 +89,31 @@ class ExpertParallel(ModelEngine):
         self.groups, self.layout, self.loss_group, self.norm_groups = groups, layout, groups.dp, (groups.dp,)
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
-        return count_tokens(self, micro_batches)
+        """The tokens of all ranks in this step.
+
+        Bytes    sent per rank: 16 (dp - 1)
+        """
+        device = next(self.parameters()).device
+        mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
+        tokens, counts = comm.all_gather(mine, self.groups.dp).unbind(1)
+        if counts.min() != counts.max():
+            raise ValueError(
+                f"ranks bring {counts.tolist()} micro-batches; all must bring equally many, for experts wait for every "
+                "rank's rows: add micro-batches with 0 rows where there are fewer"
+            )
+        if tokens.sum() == 0:
+            raise ValueError("no rank brings a token; give at least one micro-batch with a row")
+        return int(tokens.sum())
 
     def finish(self) -> None:
-        _sum_over_ranks(self)
+        """Gradients of experts over the ranks that have the same ones, of everything else over all.
+
+        Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
+        """
+        groups, experts = self.groups, my_experts(self)
+        sum_gradients([param for param in self.parameters() if param not in experts], groups.dp)
+        if groups.expert_dp.size() > 1:
+            sum_gradients([param for param in self.parameters() if param in experts], groups.expert_dp)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         experts = my_experts(self)
@@ -166,38 +187,6 @@ def sum_over(tokens_E: Tensor, groups: Iterable[Group]) -> Tensor:
     return tokens_E
 
 
-# --- the loss, and what is summed over whom
-
-
-def count_tokens(engine: ExpertParallel, micro_batches: MicroBatches) -> int:
-    """The tokens of all ranks in this step.
-
-    Bytes    sent per rank: 16 (dp - 1)
-    """
-    device = next(engine.parameters()).device
-    mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
-    tokens, counts = comm.all_gather(mine, engine.groups.dp).unbind(1)
-    if counts.min() != counts.max():
-        raise ValueError(
-            f"ranks bring {counts.tolist()} micro-batches; all must bring equally many, for experts wait for every "
-            "rank's rows: add micro-batches with 0 rows where there are fewer"
-        )
-    if tokens.sum() == 0:
-        raise ValueError("no rank brings a token; give at least one micro-batch with a row")
-    return int(tokens.sum())
-
-
 def my_experts(engine: nn.Module) -> set[nn.Parameter]:
     """The parameters of the experts that this rank has."""
     return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}
-
-
-def _sum_over_ranks(engine: ExpertParallel) -> None:
-    """Gradients of experts over the ranks that have the same ones, of everything else over all.
-
-    Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
-    """
-    groups, experts = engine.groups, my_experts(engine)
-    sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
-    if groups.expert_dp.size() > 1:
-        sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, start_gather, sum_out
+from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, sum_out
 from course_lib.layout.partition import piece_sizes
 from course_lib.parallel.data import record_when_done
 from course_lib.parallel.engine import Trace, compute_span
@@ -100,13 +100,6 @@ class Cut:
 
     def part(self, whole: Tensor, tp_rank: int) -> Tensor:
         return my_piece(whole, tp_rank // self.copies, self.tp_size // self.copies, self.dim)
-
-    def whole(self, part: Tensor, group: Group) -> Tensor:
-        """The tensor that the ranks' parts come from: an all-gather."""
-        if self.copies == 1:
-            return start_gather(part, group, self.dim, self.size).wait()
-        parts = start_gather(part, group, self.dim).wait().chunk(self.tp_size, self.dim)
-        return torch.cat(parts[:: self.copies], self.dim)
 
 
 def cut_parameter(whole: nn.Parameter, cut: Cut, group: Group) -> nn.Parameter:

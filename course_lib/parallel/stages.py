@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
+from course_lib.layout.check import FAMILIES
 from course_lib.layout.partition import even_layers
 from course_lib.model import CLASSES, rope_tables
+from course_lib.validate import one_of
 
-FAMILIES = ("llama", "gpt")
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -99,8 +100,7 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
 
     Raises   ValueError if the model cannot be cut so, naming what would do
     """
-    if config.family not in FAMILIES:
-        raise ValueError(f"family is {config.family!r}; pipelines here know {', '.join(FAMILIES)}")
+    one_of("family", config.family, FAMILIES)
     if num_stages > config.num_layers:
         raise ValueError(
             f"num_stages ({num_stages}) must not exceed num_layers ({config.num_layers}): each stage needs a layer; "
