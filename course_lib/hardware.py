@@ -432,6 +432,17 @@ def cluster_of(gpu: GPU, between: str, inside: str | None = None, per_node: Size
     return Cluster(gpu, inside_link, network, per_node)
 
 
+def nodes_of(num_gpus: int, per_node: int) -> int:
+    """How many nodes so many GPUs are; fewer than a node has are on one.
+
+    Raises   ValueError where they do not fill nodes
+    """
+    if num_gpus > per_node and num_gpus % per_node:
+        down = num_gpus // per_node * per_node
+        raise ValueError(f"num_gpus ({num_gpus}) must fill nodes of {per_node}; choose {down} or {down + per_node}")
+    return max(1, num_gpus // per_node)
+
+
 @checked
 def published_link(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BANDWIDTH)] = "all_reduce") -> Link:
     """The bandwidth that PUBLISHED_BUS_BANDWIDTH measured over that many nodes of 8 H100, as a Link.

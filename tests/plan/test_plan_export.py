@@ -423,4 +423,4 @@ def test_norms_of_queries_and_keys_are_an_argument_of_megatron_and_refused_elsew
 
 def test_ranks_that_fill_no_nodes_are_refused():
     _, refused = export(option_of("dp=8"), gpus_per_node=3)
-    assert "8 ranks do not fill nodes of 3 GPUs; choose 6 or 9" in refused["course.sbatch"]
+    assert "num_gpus (8) must fill nodes of 3; choose 6 or 9" in refused["course.sbatch"]
