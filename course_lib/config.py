@@ -10,7 +10,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from course_lib.validate import Amount, Count, Positive, Seed, Size, check_fields, checked, number, one_of, whole
+from course_lib.validate import (
+    Amount,
+    Checked,
+    Count,
+    Positive,
+    Seed,
+    Size,
+    check_fields,
+    checked,
+    number,
+    one_of,
+    whole,
+)
 
 FAMILIES = ("llama", "gpt", "xlmr")
 _SCORES = ("softmax", "sigmoid")
@@ -248,7 +260,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Checked):
     """What training on one device (`training.TrainConfig`) and under a layout (`train.TrainPlan`) are both given.
 
     Raises   ValueError where a number makes no sense
@@ -260,9 +272,6 @@ class TrainSettings:
     learning_rate: Positive = 3e-3
     weight_decay: Amount = 0.01
     clip_norm: Positive | None = 1.0
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 def _llama3(name, num_layers, d_model, num_heads, d_ff, scaling_factor, tied=False):

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, Count, Share, check_fields, one_of, read_toml
+from course_lib.validate import Amount, Bytes, Checked, Count, Share, one_of, read_toml
 
 
 @dataclass(frozen=True)
-class File:
+class File(Checked):
     """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
 
     program         who reads it
@@ -63,12 +63,9 @@ class File:
     lacks: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineFacts(Checked):
     """Facts of one engine.
 
     States
@@ -92,6 +89,7 @@ class EngineFacts:
     loss_bytes          bytes a logit at its largest moment, without tp
     tp_loss_bytes       and where tp cuts the vocabulary
     chunked_loss        whether it can take the loss in chunks of tokens
+    chunks_make_gradients  forward then makes the head's gradients, in FP32, and keeps them for backward
 
     What is no state
     message_buffers     buffers for the messages of all micro-batches are there from the start of a step
@@ -135,6 +133,7 @@ class EngineFacts:
     loss_bytes: Amount = 12
     tp_loss_bytes: Amount = 10
     chunked_loss: bool = False
+    chunks_make_gradients: bool = False
     message_buffers: bool = False
     whole_sequences: int = 0
     cut: Literal["even", "cost"] = "even"
@@ -151,9 +150,6 @@ class EngineFacts:
     hides_data: bool = True
     hides_ep: tuple[str, ...] = ()
     counts_tied_twice: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def _read() -> tuple[dict[str, EngineFacts], dict[str, File]]:

@@ -75,3 +75,29 @@ FORMATS = {
     "fp4 e2m1": FloatFormat("fp4 e2m1", 2, 1, "none"),
     "int8": FloatFormat("int8", 1, 6, "none"),
 }
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Numbers of a format in blocks, each with one scale; a scale of the whole tensor is not counted.
+
+    block   elements that share a scale
+    """
+
+    numbers: FloatFormat
+    block: int
+    scale_bits: int = 8
+
+    @property
+    def bits(self) -> float:
+        """Bits per element, with its share of the block's scale."""
+        return self.numbers.bits + self.scale_bits / self.block
+
+
+# Source: OCP Microscaling formats (MX) 1.0, table 1: the scale is E8M0, a power of two; NVFP4 (arXiv:2509.25149),
+# section 2: the scale is E4M3, with one in FP32 for the tensor
+BLOCK_FORMATS = {
+    "mxfp8": BlockFormat(FORMATS["fp8 e4m3"], 32),
+    "mxfp4": BlockFormat(FORMATS["fp4 e2m1"], 32),
+    "nvfp4": BlockFormat(FORMATS["fp4 e2m1"], 16),
+}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf, log
 from typing import Literal
 
-from course_lib.validate import Amount, Positive, Size, check_fields, checked, one_of
+from course_lib.validate import Amount, Checked, Positive, Size, checked, one_of
 
 GB = 10**9
 GIB = 2**30
@@ -22,7 +22,7 @@ TERA = 10**12
 
 
 @dataclass(frozen=True)
-class GPU:
+class GPU(Checked):
     """One GPU. Peaks are dense FLOP/s of a matrix multiplication; None where the GPU has no such units."""
 
     name: str
@@ -39,12 +39,9 @@ class GPU:
     sustained: Positive = 1.0  # the rate that it keeps up under a power cap, over an uncapped one's; or calibrated
     per_node: Size = 8  # so many are usually joined by its link
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Link:
+class Link(Checked):
     """One way from GPU to GPU, with what it is sold as, and what a collective reaches on it.
 
     kind    "nvlink" | "pci" | "network": what NCCL's tuning tells apart; "plain": a link that it does not know, over
@@ -65,9 +62,6 @@ class Link:
     curve: Literal["efa-measured", "efa-p4d"] = "efa-measured"  # whose: a key of BUS_BANDWIDTH
     by_nodes: bool = False  # a step on it was measured over nodes: bandwidth falls, and ranks wait (timing/step.py)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def achieved_bytes_per_s(self) -> float:
         """What a ring or a large message gets of the line rate."""
@@ -75,16 +69,13 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Checked):
     """Nodes of equal GPUs: the link inside a node, and the port of each GPU to the network between nodes."""
 
     gpu: GPU
     inside: Link
     between: Link
     gpus_per_node: Size = 8
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, tflops, link, source, sustained=1.0):
@@ -387,14 +378,14 @@ def gpu_with(
     return replace(known, **changes) if changes else known
 
 
-def gpu_for(gpu: GPU, precision: Literal["fp32", "fp16", "bf16"]) -> GPU:
-    """The GPU as a run in that precision uses it: in FP32 its products run at the rate of FP32.
+def gpu_for(gpu: GPU, recipe: str) -> GPU:
+    """The GPU as a run of that recipe (fp32, fp16-..., else BF16) uses it: in FP32 at the rate of FP32.
 
     Raises   ValueError where the run is in BF16, and the GPU has no such units
     """
-    if precision == "fp32":
+    if recipe.startswith("fp32"):
         return replace(gpu, bf16_flops=gpu.fp32_flops, fp16_flops=gpu.fp32_flops)
-    if precision == "bf16" and gpu.bf16_flops is None:
+    if gpu.bf16_flops is None and not recipe.startswith("fp16"):
         raise ValueError(f"{gpu.name} has no bf16 units; choose recipe fp16-master-fp32-grads or fp32")
     return gpu
 
@@ -439,6 +430,17 @@ def cluster_of(gpu: GPU, between: str, inside: str | None = None, per_node: Size
         network = replace(network, bytes_per_s=rate, both_directions_bytes_per_s=2 * rate, measured=False)
     inside_link = LINKS[gpu.link] if inside is None else link_of(inside, inside=True)
     return Cluster(gpu, inside_link, network, per_node)
+
+
+def nodes_of(num_gpus: int, per_node: int) -> int:
+    """How many nodes so many GPUs are; fewer than a node has are on one.
+
+    Raises   ValueError where they do not fill nodes
+    """
+    if num_gpus > per_node and num_gpus % per_node:
+        down = num_gpus // per_node * per_node
+        raise ValueError(f"num_gpus ({num_gpus}) must fill nodes of {per_node}; choose {down} or {down + per_node}")
+    return max(1, num_gpus // per_node)
 
 
 @checked

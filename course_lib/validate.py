@@ -7,12 +7,9 @@
     def mfu(model_flops: Positive, seconds: Positive, num_gpus: Size) -> float: ...
 
     @dataclass(frozen=True)                               # ... and of a record
-    class Link:
+    class Link(Checked):
         bytes_per_s: Positive
         kind: Literal["nvlink", "network"]
-
-        def __post_init__(self):
-            check_fields(self)
 
 A wrong type is a TypeError, a wrong value a ValueError. Annotations that say more than their type carry a function of
 (name, value) in `Annotated`; the ones that the package needs most are below.
@@ -252,6 +249,13 @@ def check_fields(record: object) -> None:
     """Check a dataclass's fields by their annotations; call it first in `__post_init__`."""
     for name, check in _checks_of_fields(type(record)):
         check(name, getattr(record, name))
+
+
+class Checked:
+    """A dataclass whose fields are checked by their annotations, and by nothing else."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def _checks_of(function: Callable, hints: dict) -> tuple[list[tuple[str, Check]], dict[str, Check]]:

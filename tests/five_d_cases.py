@@ -85,10 +85,11 @@ class Found:
     routings: list  # whom the tokens of that step chose, by layer and micro-batch
 
 
-def on_ranks(name, text, steps=2, clip_norm=0.1):
+def on_ranks(name, text, steps=2, clip_norm=0.1, loss_chunks=1):
     """The same under a layout, as one rank sees it."""
     config, layout = CONFIGS[name], Layout.parse(text)
     engine = five_d.build(config, layout, dtype=torch.float64)
+    engine.loss_chunks = loss_chunks
     optimizer = engines.make_optimizer(engine, lr=0.01)
     losses, norms, routings = [], [], []
     meter = ByteMeter(axes=engine.axes)

@@ -83,26 +83,15 @@ def test_toy_and_mini_are_as_small_as_promised():
     [
         ({"num_heads": 6}, "num_heads .6. must be divisible by num_kv_heads .4."),
         ({"num_heads": 12}, "d_model .64. must be divisible by num_heads .12.; change one of them or give head_dim"),
-        ({"num_layers": 0}, "num_layers is 0; give a whole number from 1 to 10000"),
-        ({"family": "bert"}, "family is .bert.; choose from llama, gpt, xlmr"),
         ({"family": "gpt"}, "num_kv_heads .4. must equal num_heads .8."),
         ({"dropout": 0.1}, "Llama has none"),
         ({"head_dim": 7}, "head_dim .7. must be even"),
-        ({"rope_theta": 0}, "rope_theta is 0; give a finite number above 0"),
-        ({"norm_eps": -1}, "norm_eps is -1; give a finite number above 0"),
-        ({"d_model": 10**15}, "d_model is 1000000000000000; give a whole number from 1 to"),
     ],
 )
 def test_a_wrong_shape_is_refused_with_what_to_do(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**({"name": "x", "num_layers": 1, "d_model": 64, "num_heads": 8, "num_kv_heads": 4, "d_ff": 8,
                         "vocab_size": 8, "max_seq_len": 8} | change))  # fmt: skip
-
-
-def test_a_shape_of_another_type_is_refused():
-    for change in ({"num_layers": 2.5}, {"num_layers": True}, {"name": None}, {"tied": 1}, {"moe": "eight"}):
-        with pytest.raises(TypeError, match=f"{next(iter(change))} is .*; give"):
-            dataclasses.replace(preset("toy"), **change)
 
 
 def test_rotations_are_stretched_between_two_different_frequencies():

@@ -56,7 +56,7 @@ def test_a_planted_import_breaks_each_contract(tmp_path):
         ("config.py", "def up():\n    from course_lib import launch"),
         ("layout/partition.py", "from course_lib.layout.mesh import Mesh\nfrom course_lib.layout import check"),
         ("hardware.py", "import torch"),
-        ("model/lora.py", "import matplotlib.pyplot as plt"),
+        ("model/latent.py", "import matplotlib.pyplot as plt"),
     ]:
         path = tmp_path / "course_lib" / file
         path.write_text(f"{path.read_text(encoding='utf-8')}\n{line}\n", encoding="utf-8")

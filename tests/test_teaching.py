@@ -31,10 +31,7 @@ def minutes_of_exercises(path) -> int:
 def test_the_table_has_the_minutes_and_checks_of_the_notebooks(chapter):
     lesson, whole, exercises, checks = ROWS[chapter]
     lessons = [path for path in (ROOT / "notebooks").glob(f"{chapter}*.ipynb") if "in_depth" not in path.stem]
-    told = [
-        re.search(r"\*\*Time:\*\* (\d+) minutes.*?(\d+)( more)? (?:for|with) (?:widget|game)", heading(path))
-        for path in lessons
-    ]
+    told = [re.search(TIME, heading(path)) for path in lessons]
     assert lesson == sum(int(one[1]) for one in told)
     assert whole == sum(int(one[2]) + (int(one[1]) if one[3] else 0) for one in told)
     (solved,) = (ROOT / "solutions").glob(f"{chapter}*.ipynb")

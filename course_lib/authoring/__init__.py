@@ -5,7 +5,7 @@ CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every 
 address.py    where the course is had from: install cell and badges
 form.py       the one form in which a notebook is stored
 columns.py    comments and docstrings of cells within 88 columns
-links.py      links between the notebooks, to chapters and to papers
+links.py      the line of links between the notebooks
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 quotes.py     numbers in prose that stand in an output above

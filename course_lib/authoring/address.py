@@ -73,7 +73,12 @@ def write_address(address: str, root: Path) -> list[Path]:
         after = re.sub(r'^Repository = ".*"$', line, before, flags=re.MULTILINE)
     else:
         after = f"{before.rstrip()}\n\n[project.urls]\n{line}\n"
-    if after == before:
+    return write_text(after, path)
+
+
+def write_text(text: str, path: Path) -> list[Path]:
+    """Write a file if it would change; returns it if it did."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
         return []
-    path.write_text(after, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return [path]

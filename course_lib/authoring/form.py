@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 
-from course_lib.authoring.address import INSTALL, add_address
+from course_lib.authoring.address import INSTALL, add_address, write_text
 from course_lib.authoring.columns import narrowed
 from course_lib.authoring.links import with_links
 
@@ -34,11 +34,7 @@ def read(path: Path):
 
 def write(nb, path: Path) -> bool:
     """Write a notebook if its file would change; says whether it did."""
-    text = nbformat.writes(nb).rstrip("\n") + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return False
-    path.write_text(text, encoding="utf-8")
-    return True
+    return bool(write_text(nbformat.writes(nb).rstrip("\n") + "\n", path))
 
 
 def code_cells(nb) -> list:

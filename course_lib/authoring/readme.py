@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+from course_lib.authoring.address import write_text
 from course_lib.authoring.form import ROOT
 from course_lib.claims import claims_page
 
@@ -24,17 +25,9 @@ def _with_map(document: str, root: Path = ROOT) -> str:
 def write_map(root: Path = ROOT) -> list[Path]:
     """Write the map into docs/MAP.md; returns it if it changed."""
     path = root / "docs" / "MAP.md"
-    text = path.read_text(encoding="utf-8")
-    if _with_map(text, root) == text:
-        return []
-    path.write_text(_with_map(text, root), encoding="utf-8")
-    return [path]
+    return write_text(_with_map(path.read_text(encoding="utf-8"), root), path)
 
 
 def write_claims(root: Path = ROOT) -> list[Path]:
     """Write docs/CLAIMS.md; returns it if it changed."""
-    path, text = root / "docs" / "CLAIMS.md", claims_page()
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return []
-    path.write_text(text, encoding="utf-8")
-    return [path]
+    return write_text(claims_page(), root / "docs" / "CLAIMS.md")

@@ -9,6 +9,7 @@ An import holds nothing but a rank's own pieces, an export the whole model.
 import json
 import shutil
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -20,10 +21,15 @@ from course_lib.checkpoint.files import PARTIAL, everywhere
 from course_lib.checkpoint.manifest import config_from_dict
 from course_lib.checkpoint.state import wait_for_earlier
 from course_lib.checkpoint.storage import parameter_dtype, read, widest
-from course_lib.config import ModelConfig, MoeConfig
+from course_lib.config import ModelConfig
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
-from course_lib.weights.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
+from course_lib.weights.hf_weights import (
+    config_from_transformers,
+    name_in_transformers,
+    naming_of,
+    tensor_in_transformers,
+)
 from course_lib.weights.loading import Weights
 from course_lib.weights.pieces import Piece, parameters_of
 from course_lib.weights.tensor_files import SINGLE
@@ -126,114 +132,87 @@ def _read_parameters(engine: FiveD, folder: str | Path) -> None:
 # --- configs
 
 
+_LLAMA = {"num_hidden_layers": "num_layers", "hidden_size": "d_model", "num_attention_heads": "num_heads",
+          "num_key_value_heads": "num_kv_heads", "intermediate_size": "d_ff", "max_position_embeddings": "max_seq_len",
+          "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
+_DENSE = _LLAMA | {"head_dim": "head_dim"}
+_MIXTRAL = _DENSE | {
+    "num_local_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "intermediate_size": "moe.d_expert",
+}
+_DEEPSEEK = _LLAMA | {
+    "n_routed_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.d_expert",
+    "n_shared_experts": "moe.num_shared_experts",
+    "norm_topk_prob": "moe.normalise_weights",
+    "n_group": "moe.num_groups",
+    "topk_group": "moe.max_groups",
+    "routed_scaling_factor": "moe.routed_scale",
+    "first_k_dense_replace": "moe.first_dense_layers",
+    "q_lora_rank": "mla.q_rank",
+    "kv_lora_rank": "mla.kv_rank",
+    "qk_nope_head_dim": "mla.nope_dim",
+    "qk_rope_head_dim": "mla.rope_dim",
+    "v_head_dim": "mla.value_dim",
+}
+_GPT = {"n_layer": "num_layers", "n_embd": "d_model", "n_head": "num_heads", "n_inner": "d_ff",
+        "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout")}  # fmt: skip
+_KINDS = {  # model_type -> its class, fields of config.json with what of a ModelConfig stands there, the same in all
+    "llama": ("LlamaForCausalLM", _DENSE, {}),
+    "qwen3": ("Qwen3ForCausalLM", _DENSE, {}),
+    "mixtral": ("MixtralForCausalLM", _MIXTRAL, {"sliding_window": None}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _DEEPSEEK, {"rope_interleave": True, "attention_bias": False}),
+    "gpt2": ("GPT2LMHeadModel", _GPT, {}),
+}
+
+
 def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:
     """What config.json says: the way back of `hf_weights.config_from_transformers`.
 
     Raises   ValueError for a model whose like `transformers` does not have
     """
-    common = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "bos_token_id": 0,
-              "eos_token_id": 0, "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
-    if config.family == "gpt":
-        return common | _gpt_fields(config)
-    if config.family != "llama":
+    if config.family not in ("llama", "gpt"):
         raise ValueError(f"family is {config.family!r}; exported are llama and gpt, which predict the next token")
-    if config.qk_norm and config.moe is not None:
-        raise ValueError(f"{config.name} has qk_norm and experts; exported with qk_norm are dense models, as qwen3")
-    if config.mla is not None and config.moe is not None:
-        kind, special = "deepseek_v3", _deepseek_fields(config)
-    elif config.moe is not None:
-        kind, special = "mixtral", _mixtral_fields(config)
-    else:
-        kind, special = "qwen3" if config.qk_norm else "llama", {"head_dim": config.head_dim}
-    architecture = {"deepseek_v3": "DeepseekV3"}.get(kind, kind.capitalize()) + "ForCausalLM"
-    return common | _llama_fields(config) | special | {"model_type": kind, "architectures": [architecture]}
-
-
-def _llama_fields(config: ModelConfig) -> dict:
-    scaling = None
+    kind = "gpt2" if config.family == "gpt" else "qwen3" if config.qk_norm else "llama"
+    if config.moe is not None:
+        kind = "mixtral" if config.mla is None else "deepseek_v3"
+    architecture, fields, constants = _KINDS[kind]
+    said = {"model_type": kind, "architectures": [architecture], "vocab_size": config.vocab_size, "bos_token_id": 0,
+            "eos_token_id": 0, "tie_word_embeddings": config.tied,
+            "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    said |= {field: attrgetter(name)(config) for field, name in fields.items()} | constants
     if config.rope_scaling is not None:
-        scaling = asdict(config.rope_scaling) | {"rope_type": "llama3"}
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.d_ff,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-    }
+        said["rope_scaling"] = asdict(config.rope_scaling) | {"rope_type": "llama3"}
+        said["rope_scaling"]["original_max_position_embeddings"] = said["rope_scaling"].pop("original_max_seq_len")
+    _check_way_back(config, said)
+    return said
 
 
-def _mixtral_fields(config: ModelConfig) -> dict:
-    """Raises ValueError for routers other than Mixtral's."""
-    moe = config.moe
-    plain = MoeConfig(moe.num_experts, moe.top_k, moe.d_expert)
-    decides = ("num_shared_experts", "score", "normalise_weights", "num_groups", "routed_scale", "first_dense_layers",
-               "every", "capacity_factor")  # fmt: skip
-    different = {name: getattr(moe, name) for name in decides if getattr(moe, name) != getattr(plain, name)}
-    if different or moe.balancing == "bias":
+def _check_way_back(config: ModelConfig, said: dict) -> None:
+    """Raises ValueError unless transformers would compute what this config says."""
+    ours, theirs = _deciding(config), _deciding(config_from_transformers(said))
+    different = {name: value for name, value in ours.items() if theirs.get(name) != value}
+    if config.mla is not None and config.norm_eps != 1e-6:  # theirs of the norms of latents is a constant
+        different["norm_eps"] = config.norm_eps
+    if different:
         raise ValueError(
-            f"{config.name} routes with {different or 'a balancing bias'}; transformers has such experts with latent "
-            "attention (mla) as DeepSeek-V3, and without it only Mixtral's"
+            f"{config.name} has {', '.join(f'{name} {value!r}' for name, value in different.items())}, which "
+            f"transformers' {said['model_type']} has otherwise; exported are models as Llama, Qwen3, Mixtral, "
+            "DeepSeek-V3 and GPT-2"
         )
-    return {
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "intermediate_size": moe.d_expert,
-        "head_dim": config.head_dim,
-        "sliding_window": None,
-    }
 
 
-def _deepseek_fields(config: ModelConfig) -> dict:
-    """Raises ValueError for what is otherwise than DeepSeek-V3's, such as norms of latents, whose eps is a constant."""
-    moe, mla = config.moe, config.mla
-    if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps, moe.every) != (
-        "sigmoid",
-        "bias",
-        None,
-        1e-6,
-        1,
-    ):
-        raise ValueError(
-            f"{config.name} has score {moe.score!r}, balancing {moe.balancing!r}, capacity_factor "
-            f"{moe.capacity_factor}, norm_eps {config.norm_eps}, every {moe.every}; DeepSeek-V3 has 'sigmoid', 'bias', "
-            "None, 1e-06, 1"
-        )
-    return {
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.d_expert,
-        "n_shared_experts": moe.num_shared_experts,
-        "norm_topk_prob": moe.normalise_weights,
-        "n_group": moe.num_groups,
-        "topk_group": moe.max_groups,
-        "routed_scaling_factor": moe.routed_scale,
-        "first_k_dense_replace": moe.first_dense_layers,
-        "q_lora_rank": mla.q_rank,
-        "kv_lora_rank": mla.kv_rank,
-        "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.value_dim,
-        "rope_interleave": True,
-        "attention_bias": False,
-    }
-
-
-def _gpt_fields(config: ModelConfig) -> dict:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": config.num_layers,
-        "n_embd": config.d_model,
-        "n_head": config.num_heads,
-        "n_inner": config.d_ff,
-        "n_positions": config.max_seq_len,
-        "layer_norm_epsilon": config.norm_eps,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-    }
+def _deciding(config: ModelConfig) -> dict[str, object]:
+    """What decides the logits: of experts not how they are balanced in training, but for a bias, which stays."""
+    fields = asdict(config)
+    del fields["name"]
+    if (moe := fields.pop("moe")) is not None:
+        moe["balancing"] = moe["balancing"] if moe["balancing"] == "bias" else "none"
+        del moe["aux_coefficient"], moe["bias_speed"]
+        if not moe["first_dense_layers"] and moe["every"] == 1:
+            del fields["d_ff"]
+        fields |= moe
+    return fields

@@ -60,6 +60,11 @@ def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tenso
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
+def but(base: type, **changed) -> type:
+    """Return the class with other attributes and methods: most wrong answers differ from a right one in one alone."""
+    return type(f"Changed{base.__name__}", (base,), changed)
+
+
 def run_ranks(fn: Callable, world_size: int, *args, timeout: float = _RANK_SECONDS, backend: str = "auto") -> list:
     """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank.
 

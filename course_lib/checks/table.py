@@ -14,11 +14,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
 from course_lib.checks import core
-from course_lib.checks.core import CheckFailed, NotWritten, observed, own_lines, raised_in, run_ranks
+from course_lib.checks.core import CheckFailed, NotWritten, but, observed, own_lines, raised_in, run_ranks
 from course_lib.checks.watch import Cost, Each, agree, call, copied, difference, shown
 from course_lib.launch.limits import slowness
 
@@ -43,7 +44,17 @@ class Stops:
     A learner's answer is not compared with it: it is for the test alone.
     """
 
-    answer: Callable
+    answer: Callable | dict
+
+
+def _wrong_answer(reference: Callable, of):
+    """Most wrong answers are the reference with other arguments, or a class with other attributes: a dict of them."""
+    if isinstance(of, list):
+        return [_wrong_answer(reference, one) for one in of]
+    if isinstance(of, Stops):
+        return Stops(_wrong_answer(reference, of.answer))
+    make = but if isinstance(reference, type) else partial
+    return make(reference, **of) if isinstance(of, dict) else of
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,19 +62,20 @@ class Exercise:
     """A grader as data; called with an answer, it grades it.
 
     inputs   rng -> cases, the smallest first: arguments of the answer; on ranks each begins with the number of ranks
-    wrong    what it is told -> a wrong answer, several, or one that `Stops`; in the order in which they are tried
+    wrong    what it is told -> what is changed in the reference {name: argument}, another wrong answer, a list of them,
+             or one that `Stops`; in the order in which they are tried
     watch    (answer, *arguments) -> what was seen; on ranks called on each
     says     what -> why, where an answer is off as no wrong one is; the reason may be a function of the case
     errors   a part of the error of a rank -> why; backend: of the ranks, as `launch` has it
     ranks    whether the answer runs on real ranks, or what ranks that wait for ever have probably done
     seconds  of an idle machine, after which ranks are stopped
-    right    an unusual right answer, where more is watched than a result; for the test alone
+    right    an unusual right answer, where it is seen otherwise than the reference; for the test alone
     known    seed and case of a failed try -> what the wrong answers did there
     """
 
     reference: Callable
     inputs: Callable[[random.Random], list[tuple]]
-    wrong: dict[str, Callable | list[Callable] | Stops]
+    wrong: dict[str, Callable | dict | list | Stops]
     watch: Callable[..., dict] = call
     says: dict[str, str | Callable[..., str]] = field(default_factory=dict)
     ranks: bool | str = False
@@ -72,6 +84,10 @@ class Exercise:
     errors: dict[str, str] = field(default_factory=dict)
     backend: str = "auto"
     known: dict[tuple, list[Seen]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = {said: _wrong_answer(self.reference, of) for said, of in self.wrong.items()}
+        object.__setattr__(self, "wrong", wrong)
 
     @property
     def __name__(self) -> str:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from math import ceil, log, sqrt
 
 from course_lib.config import ModelConfig, preset
-from course_lib.float_formats import FORMATS
+from course_lib.estimate import estimate
+from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.flops import attention_flops_per_token, flops_per_token, step_flops
 from course_lib.hardware import (
+    CLUSTERS,
     GB,
     GIB,
     GPUS,
@@ -31,6 +33,7 @@ from course_lib.layout import Layout, Mesh
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import even_layers, kv_replication
+from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import NCCL_CHANNEL_BYTES, NCCL_CHANNELS, Budget, budgets, fits, saved_for_backward
 from course_lib.memory.flats import BUCKET_BYTES, flats_of
 from course_lib.memory.papers import (
@@ -57,6 +60,14 @@ from course_lib.schedules.instructions import loop_placement
 from course_lib.timing.collectives import collective_s, collective_steps
 from course_lib.timing.data import accumulation_steps, dp_throughput, tokens_that_hide_a_gather
 from course_lib.timing.failures import Failures, young_interval_s
+from course_lib.timing.kernel import (
+    Roof,
+    flash_bytes,
+    occupancy,
+    product_bytes,
+    softmax_bytes,
+    three_kernel_bytes,
+)
 from course_lib.timing.rates import hfu, mfu, roofline_s, tokens_per_s
 from course_lib.traffic import Call, attention_calls, calls, ring_all_reduce_bytes, sent_bytes
 from course_lib.traffic.collectives import call_counts

@@ -6,14 +6,14 @@ from textwrap import fill
 
 from course_lib.claims.recompute import recompute, texts_of
 from course_lib.claims.record import TOPICS, VERDICTS, Claim, claims, claims_named
-from course_lib.validate import check_fields, checked
+from course_lib.validate import Checked, checked
 
 _LABELS = {"right": "Right", "right-if": "Right if", "wrong": "Wrong", "ambiguous": "It depends: right if"}
 NAMES = {
     "network": "Links and collectives", "memory": "Memory", "throughput": "Speed and utilisation",
     "dp": "Data parallelism", "zero": "ZeRO", "tp": "Tensor parallelism", "sp": "Sequence parallelism",
     "cp": "Context parallelism", "pp": "Pipeline parallelism", "ep": "Expert parallelism",
-    "5d": "All axes together", "ops": "Operation",
+    "5d": "All axes together", "gpu": "Inside a GPU, and eight bits", "ops": "Operation",
 }  # fmt: skip
 HEAD = """# What to say instead
 
@@ -45,13 +45,10 @@ def as_record(claim: Claim) -> dict:
 
 
 @dataclass(frozen=True)
-class Quiz:
+class Quiz(Checked):
     """Statements to judge. A notebook shows them with folded answers, a terminal without answers."""
 
     claims: tuple[Claim, ...]
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __repr__(self) -> str:
         return "\n".join(fill(f"{i}. {claim.claim}", 96) for i, claim in enumerate(self.claims, 1))

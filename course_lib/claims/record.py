@@ -14,7 +14,7 @@ _LEDGER = Path(__file__).with_name("ledger.toml")
 VERDICTS = ("right", "right-if", "wrong", "ambiguous")
 TOPICS = {  # -> the chapter that answers it
     "network": "00", "memory": "01", "throughput": "02", "dp": "03", "zero": "04", "tp": "05", "sp": "06", "cp": "07",
-    "pp": "08", "ep": "09", "5d": "10", "ops": "",
+    "pp": "08", "ep": "09", "5d": "10", "gpu": "13", "ops": "",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from tyro.constructors import PrimitiveConstructorSpec
 
 from course_lib.config import ModelConfig
+from course_lib.estimate.table import offload_of
 from course_lib.hardware import GPU, Cluster, cluster_of, gpu_for, gpu_with
 from course_lib.hardware import gpu as gpu_named
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
@@ -151,25 +152,5 @@ class Techniques:
         """
         recipe = self.recipe or (usual if device.bf16_flops is not None else FP16)
         one_of("recipe", recipe, tuple(RECIPES))
-        computing(device, recipe)
+        gpu_for(device, recipe)
         return recipe
-
-
-def computing(device: GPU, recipe: str) -> GPU:
-    """The GPU at the rates of a recipe.
-
-    Raises   ValueError as `hardware.gpu_for`
-    """
-    word = recipe.partition("-")[0]
-    return gpu_for(device, word if word in ("fp32", "fp16") else "bf16")
-
-
-def offload_of(text: str) -> Offload:
-    """The record of words such as optimizer-activations.
-
-    Raises   ValueError for a word that is none
-    """
-    words = [] if text == "none" else text.split("-")
-    for word in words:
-        one_of("offload", word, ("none", "optimizer", "parameters", "activations"))
-    return Offload(**dict.fromkeys(words, "host"))

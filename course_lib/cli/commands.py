@@ -14,15 +14,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
-from pathlib import Path
 
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 from tyro.extras import SubcommandApp
 
 from course_lib.cli.claims import list_claims
 from course_lib.cli.cluster import cluster
+from course_lib.cli.gpu_report import gpu_report
 from course_lib.cli.grade import grade
 from course_lib.cli.lab import lab
+from course_lib.cli.notebooks import new_course, run_chapter
 from course_lib.cli.plan import plan_layout
 from course_lib.cli.predict import calibrate_cluster, predict_runs
 from course_lib.cli.simulate import simulate_layout
@@ -35,41 +36,11 @@ _DESCRIPTION = """How large language models are trained on many GPUs.
 """
 
 
-def _doctor(json: bool = False) -> int:
-    """Tell what this machine can run, chapter by chapter, after a real launch of two ranks.
-
-    Args:
-        json: the same as JSON
-    """
+def _doctor() -> int:
+    """Tell what this machine can run, chapter by chapter, after a real launch of two ranks."""
     from course_lib.cli.doctor import doctor
 
-    return doctor(json)
-
-
-def _new(folder: Positional[Path], force: bool = False, with_solutions: bool = False) -> int:
-    """Write chapters and exercises into a folder of your own, where what you change stays.
-
-    Args:
-        folder: made if it is not there; a notebook in it that differs from the course's is kept
-        force: overwrite notebooks that differ
-        with_solutions: the solutions of the exercises too
-    """
-    from course_lib.cli.notebooks import new_course
-
-    return new_course(folder, force, with_solutions)
-
-
-def _run(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -> int:
-    """Execute a chapter without a browser; say which cell failed.
-
-    Args:
-        chapter: a number (03), a stem, or the path of a notebook
-        timeout: most seconds for one cell
-        save: store the outputs in the notebook; without it the file is left alone
-    """
-    from course_lib.cli.notebooks import find_notebook, run_chapter
-
-    return run_chapter(find_notebook(chapter), timeout, save)
+    return doctor()
 
 
 def _demo() -> int:
@@ -92,18 +63,6 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
     return bench(as_json=json, check=check, rounds=rounds)
 
 
-def _gpu_report(file: Positional[Path | None] = None, folder: Path = Path("docs")) -> int:
-    """Write GPU.md from what `make gpu-day` measured on a GPU.
-
-    Args:
-        file: the table that `make gpu-day` wrote; without it, the one that is in the folder
-        folder: where GPU.md and its table gpu_day.json are
-    """
-    from course_lib.cli.gpu_report import gpu_report
-
-    return gpu_report(file, folder)
-
-
 def _train(options: OmitArgPrefixes[Options]) -> int:
     """Train a model under any layout; `torchrun -m course_lib.train` starts as many ranks as it needs."""
     from course_lib.train.__main__ import run_as_script
@@ -113,8 +72,8 @@ def _train(options: OmitArgPrefixes[Options]) -> int:
 
 COMMANDS = {
     "doctor": _doctor,
-    "new": _new,
-    "run": _run,
+    "new": new_course,
+    "run": run_chapter,
     "demo": _demo,
     "bench": _bench,
     "simulate": simulate_layout,
@@ -125,7 +84,7 @@ COMMANDS = {
     "watch": watch,
     "cluster": cluster,
     "lab": lab,
-    "gpu-report": _gpu_report,
+    "gpu-report": gpu_report,
     "grade": grade,
     "train": _train,
 }

@@ -14,7 +14,7 @@ from torch import nn
 
 from course_lib import model
 from course_lib.config import PRESETS
-from course_lib.launch import Results, launch
+from course_lib.launch import launch
 from course_lib.measure.meter import ByteMeter
 from course_lib.parallel.data import assign_buckets, build
 from course_lib.parallel.engine import trainable, update
@@ -25,15 +25,6 @@ CONFIG = PRESETS["toy"]
 BATCH_SIZE, SEQ_LEN, LEARNING_RATE = 8, 64, 3e-3
 BUCKET_BYTES = 2**18  # smaller than the default, so that the tiny model has several
 _EQUAL = 1e-10  # largest difference of gradients that rounding in float64 explains
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one rank brings back, step by step. Flat gradients come from rank 0 alone: the others have the same."""
-
-    losses: list[float]
-    gradients_P: list[torch.Tensor]
-    sent_bytes: list[int]
 
 
 @dataclass(frozen=True)
@@ -48,36 +39,27 @@ class DemoRow:
     formula_bytes: int
 
 
-def one_process(steps: int) -> Run:
-    """Training as everybody knows it: no group, no engine."""
-    llama, optimizer, tokens_T = _model_and_text()
-    losses, gradients_P = [], []
-    for index in range(steps):
-        loss = loss_of(llama, *data.batch(tokens_T, index, BATCH_SIZE, SEQ_LEN))
-        loss.backward()
-        losses.append(loss.item())
-        gradients_P.append(flat_gradient(llama))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(losses, gradients_P, sent_bytes=[0] * steps)
+def side_by_side(steps: int) -> tuple[list[float], float, int]:
+    """On a rank: train twice on the same batches; the losses, the worst gradient and the most bytes of any step.
 
-
-def _one_rank_of_several(steps: int) -> Run:
-    """The same with the from-scratch engine of chapter 03, on this rank's share of each batch."""
+    Once as everybody knows it, alone and on whole batches; once by the engine of chapter 03, on this rank's share.
+    """
     group = dist.group.WORLD
-    llama, optimizer, tokens_T = _model_and_text()
-    engine = build(llama, group, BUCKET_BYTES)
-    losses, gradients_P, sent_bytes = [], [], []
-    optimizer.register_step_pre_hook(lambda *_: gradients_P.append(flat_gradient(llama)))
+    (alone, its_optimizer, tokens_T), (llama, optimizer, _) = _model_and_text(), _model_and_text()
+    engine, losses, worst, most_bytes = build(llama, group, BUCKET_BYTES), [], 0.0, 0
     for index in range(steps):
+        its_optimizer.zero_grad()
+        loss_of(alone, *data.batch(tokens_T, index, BATCH_SIZE, SEQ_LEN)).backward()
         share = data.batch(tokens_T, index, BATCH_SIZE, SEQ_LEN, group.rank(), group.size())
         with ByteMeter() as meter:  # without the loss, one number more
             share_of_loss = engine.run([share])
             engine.finish()
+        worst = max(worst, (flat_gradient(llama) - flat_gradient(alone)).abs().max().item())
+        most_bytes = max(most_bytes, meter.sent_bytes)
         losses.append(engine.mean_loss(share_of_loss).item())
         update(engine, optimizer)
-        sent_bytes.append(meter.sent_bytes)
-    return Run(losses, gradients_P if group.rank() == 0 else [], sent_bytes)
+        its_optimizer.step()
+    return losses, worst, most_bytes
 
 
 def _model_and_text() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -94,15 +76,6 @@ def formula_bytes(ranks: int) -> int:
     llama = model.build(CONFIG, dtype=torch.float64, device="meta")
     payloads = [sum(param.nbytes for _, param in bucket) for bucket in assign_buckets(trainable(llama), BUCKET_BYTES)]
     return sum(ring_all_reduce_bytes(payload, ranks, itemsize=8) for payload in payloads)
-
-
-def compare(reference: Run, runs: Sequence[Run]) -> DemoRow:
-    """One row: the mean of the ranks' losses; the worst gradient, and the most bytes, of any step."""
-    losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs), strict=True)]
-    pairs = zip(runs[0].gradients_P, reference.gradients_P, strict=True)
-    worst = max((ours_P - theirs_P).abs().max().item() for ours_P, theirs_P in pairs)
-    most_bytes = max(sent for run in runs for sent in run.sent_bytes)
-    return DemoRow(len(runs), losses[0], losses[-1], worst, most_bytes, formula_bytes(len(runs)))
 
 
 def agrees(row: DemoRow) -> bool:
@@ -129,10 +102,15 @@ def demo_table(rows: Sequence[DemoRow]) -> str:
 
 
 def measured_rows(ranks: Sequence[int] = (2, 4), steps: int = 20) -> list[DemoRow]:
-    """Train by one process and by each number of ranks; return a row for each."""
-    reference = launch(one_process, 1, steps, quiet=True)
-    results: list[Results] = [reference, *(launch(_one_rank_of_several, size, steps, quiet=True) for size in ranks)]
-    return [compare(reference[0], runs) for runs in results]
+    """Train on one rank and on each number of ranks; return a row for each."""
+    return [row_of(launch(side_by_side, size, steps, quiet=True)) for size in (1, *ranks)]
+
+
+def row_of(results: Sequence[tuple[list[float], float, int]]) -> DemoRow:
+    """One row: the losses, the worst gradient and the most bytes of any rank."""
+    losses, size = results[0][0], len(results)
+    worst, most_bytes = (max(of_rank[index] for of_rank in results) for index in (1, 2))
+    return DemoRow(size, losses[0], losses[-1], worst, most_bytes, formula_bytes(size))
 
 
 def demo(ranks: Sequence[int] = (2, 4), steps: int = 20) -> int:

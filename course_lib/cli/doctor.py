@@ -1,9 +1,8 @@
 """`course doctor`: what this machine can run, chapter by chapter, after a real launch of two ranks."""
 
 import importlib.metadata
-import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -167,17 +166,12 @@ def can_run(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
     return True, f"launches of up to {gpus} ranks with {gpus} GPUs: {chapter.on_gpu}; larger ones {on_cpu}"
 
 
-def doctor(as_json: bool) -> int:
+def doctor() -> int:
     """Print what this machine can run; 0 if every chapter runs here, otherwise 1."""
     machine = look_at_machine()
     found = [(chapter.stem, *can_run(chapter, machine)) for chapter in CHAPTERS]
-    healthy = all(runs for _, runs, _ in found)
-    if as_json:
-        chapters = [{"chapter": stem, "runs": runs, "how": how} for stem, runs, how in found]
-        print(json.dumps({**asdict(machine), "chapters": chapters, "healthy": healthy}, indent=2))
-    else:
-        print("\n".join([*_machine_lines(machine), "", *_chapter_lines(found)]))
-    return 0 if healthy else 1
+    print("\n".join([*_machine_lines(machine), "", *_chapter_lines(found)]))
+    return 0 if all(runs for _, runs, _ in found) else 1
 
 
 def _machine_lines(machine: Machine) -> list[str]:

@@ -7,12 +7,20 @@ course gpu-report                          # writes the page again from the tabl
 import shutil
 from pathlib import Path
 
-from course_lib.labs.gpu_day import page, read_rows, summary
+from tyro.conf import Positional
+
 from course_lib.validate import writable
 
 
-def gpu_report(file: Path | None, folder: Path) -> int:
-    """Write GPU.md into a folder beside its table gpu_day.json: that of a file, or the one that is there already."""
+def gpu_report(file: Positional[Path | None] = None, folder: Path = Path("docs")) -> int:
+    """Write GPU.md from what `make gpu-day` measured on a GPU.
+
+    Args:
+        file: the table that `make gpu-day` wrote; without it, the one that is in the folder
+        folder: where GPU.md and its table gpu_day.json are
+    """
+    from course_lib.labs.gpu_day import page, read_rows, summary  # here: `course --help` needs no torch
+
     table = folder / "gpu_day.json"
     rows = read_rows(file or table) if file or table.exists() else []
     writable("folder", folder)

@@ -4,12 +4,11 @@ course lab 05 --gpu a100-80g --nodes-link ib-hdr200 > lab05.md
 course lab 05 --measured lab05.json
 """
 
-from json import dumps
 from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.labs.sheet import Nodes, compare, form, sheet
+from course_lib.labs.sheet import Nodes, form, sheet
 from course_lib.labs.table import LABS, lab_named
 from course_lib.validate import read_json, writable
 
@@ -19,7 +18,6 @@ def lab(
     machine: OmitArgPrefixes[Nodes] = Nodes(),
     measured: Path | None = None,
     folder: Path | None = None,
-    json: bool = False,
 ) -> int:
     """Print a lab sheet: what to submit on a cluster, what to measure, what it should show.
 
@@ -28,7 +26,6 @@ def lab(
         machine: a lab of one GPU, 01 or 02, takes one of it
         measured: the JSON that `python -m course_lib.labs` wrote: print it beside what is modelled
         folder: write the sheet there, as 05.md, rather than print it
-        json: with --measured: the same as JSON
     """
     labs = list(LABS.values()) if chapter == "all" else [lab_named(chapter)]
     if measured is not None:
@@ -37,7 +34,7 @@ def lab(
         found = read_json(measured)
         if not isinstance(found, dict):
             raise ValueError(f"{measured} is no file of a lab; write one with: python -m course_lib.labs")
-        print(dumps(compare(labs[0], found, machine), indent=2) if json else form(labs[0], found, machine))
+        print(form(labs[0], found, machine))
         return 0
     if folder is not None:
         writable("folder", folder)

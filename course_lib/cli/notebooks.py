@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from course_lib.validate import number, writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +42,15 @@ def find_notebook(name: str, root: Path | None = None) -> Path:
     raise ValueError(f"no chapter {name!r}; give a number, a stem or the path of a notebook. Chapters here: {known}")
 
 
-def run_chapter(path: Path, timeout: float, save: bool) -> int:
-    """Execute a notebook with a progress bar; says which cell failed and why. 0 if all cells ran."""
+def run_chapter(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -> int:
+    """Execute a chapter without a browser; say which cell failed.
+
+    Args:
+        chapter: a number (03), a stem, or the path of a notebook
+        timeout: most seconds for one cell
+        save: store the outputs in the notebook; without it the file is left alone
+    """
+    path = find_notebook(chapter)
     number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
     try:
         import nbformat
@@ -110,10 +119,13 @@ def course_notebooks() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
 
 
-def new_course(folder: Path, force: bool, with_solutions: bool) -> int:
-    """Write the course's notebooks into a folder; without solutions also without the links to them.
+def new_course(folder: Positional[Path], force: bool = False, with_solutions: bool = False) -> int:
+    """Write chapters and exercises into a folder of your own, where what you change stays.
 
-    One that is there with other cells than the course's is kept, unless forced.
+    Args:
+        folder: made if it is not there; a notebook in it that differs from the course's is kept
+        force: overwrite notebooks that differ
+        with_solutions: the solutions of the exercises too, and the links to them
     """
     writable("folder", folder)
     written, kept, sign = 0, [], _signer()

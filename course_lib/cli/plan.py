@@ -10,9 +10,10 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.cli.asked import Nodes, Techniques, Tokens, cluster_asked, computing, model_asked
+from course_lib.cli.asked import Nodes, Techniques, Tokens, cluster_asked, model_asked
 from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
+from course_lib.hardware import gpu_for
 from course_lib.plan import Job, Plan, explain, export, options_table, search
 from course_lib.plan.config_files import files_for
 from course_lib.plan.search import ENOUGH, one_of_each_kind
@@ -74,7 +75,7 @@ def job_of(options: PlanOptions) -> Job:
     one_of("framework", name, tuple(ENGINES))
     recipe = options.recipe_on(device, ENGINES[name].recipe)
     one_of(f"recipe of {name}", recipe, ENGINES[name].recipes)
-    cluster = cluster_asked(computing(device, recipe), options.link, options.inside, options.per_node)
+    cluster = cluster_asked(gpu_for(device, recipe), options.link, options.inside, options.per_node)
     sizes = (options.gpus, options.seq, options.batch)
     config = model_asked(options.model, options.seq)
     return Job(config, cluster, *sizes, recipe, name, **options.run_fields())
@@ -127,7 +128,7 @@ def report(found: Plan, show: int) -> dict:
         "best": told(found.best),
         "ranked": [told(option) for option in found.ranked[:show]],
         "front": [told(option) for option in found.front],
-        "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in found.rejected],
+        "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in found.rejected],
         "explanation": explain(found),
     }
 

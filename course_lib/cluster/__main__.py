@@ -5,7 +5,6 @@ torchrun --nproc-per-node 4 -m course_lib.cluster --layout dp=2,tp=2 --folder /s
 
 import json
 import os
-import sys
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -16,19 +15,16 @@ from course_lib.cluster.measure import check_cluster, probe_for
 from course_lib.cluster.options import Check
 from course_lib.devices import rank_device
 from course_lib.hardware import Cluster, gpu_of_device, link
-from course_lib.launch.rendezvous import end_script, join_world, place_of
+from course_lib.launch.rendezvous import join_world, place_of, run_script
 from course_lib.layout import Layout
+from course_lib.train.options import check_world
 
 
 def _run_check(options: Check) -> int:
     """Join the world that started this process, measure, print on rank 0; 0 if nothing is wrong, otherwise 1."""
     place = place_of(os.environ)
     layout = Layout.parse(options.layout or f"dp={place.world_size}")
-    if layout.world_size != place.world_size:
-        raise ValueError(
-            f"layout {layout} has {layout.world_size} ranks, and {place.world_size} were started ({place.engine}); "
-            f"use torchrun --nproc-per-node {layout.world_size}, or another layout"
-        )
+    check_world(layout, place.world_size, place.engine)
     between = link(options.between) if options.between else None
     join_world(place, options.backend)
     on_gpu = rank_device().type == "cuda"
@@ -54,12 +50,9 @@ def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
 
 def run_as_script(options: Check | None = None) -> NoReturn:
     """Check, and end this process with the exit code; without options they are read from the command line."""
-    try:
-        code = _run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
-    except ValueError as error:
-        print(f"course_lib.cluster: {error}", file=sys.stderr)
-        code = 2
-    end_script(code)
+    run_script(
+        "course_lib.cluster", lambda: _run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
+    )
 
 
 if __name__ == "__main__":

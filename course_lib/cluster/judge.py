@@ -13,14 +13,14 @@ from statistics import median
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.timing.collectives import bus_bandwidth, collective_s
-from course_lib.validate import Amount, Positive, Share, check_fields, checked
+from course_lib.validate import Amount, Checked, Positive, Share, checked
 
 GB = 10**9
 MOST_ROWS = 8  # of one kind in the table; the worst are shown
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Checked):
     """From where on something is a fault.
 
     slower_than        times the median of the others: a rank's multiplication, a pair's message, a group's collective
@@ -35,9 +35,6 @@ class Limits:
     least_of_model: Share = 0.5
     clock_s: Positive = 0.5
     temperature_c: Positive = 85.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
 from course_lib.training.loop import wait_for
-from course_lib.validate import Size, check_fields, checked
+from course_lib.validate import Checked, Size, checked
 
 _CLOCK_ROUNDS = 10
 SHARED_WAIT_S = 5.0  # how long a network file system may take to show what another node has written
@@ -36,7 +36,7 @@ MB = 10**6
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Checked):
     """How much is measured, and under which layout.
 
     message_bytes    of a collective's payload, and of a message between two ranks
@@ -51,9 +51,6 @@ class Probe:
     rounds: Size = 5
     folder: str | None = None
     ranks_per_node: Size | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @checked

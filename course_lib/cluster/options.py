@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.validate import Positive, Size, check_fields
+from course_lib.validate import Checked, Positive, Size
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Checked):
     """Look at every rank, link and node before a long job; start it as the job, with torchrun or srun.
 
     Exit code 1 if something is wrong, and the finding says what.
@@ -21,6 +21,3 @@ class Check:
     slower_than: Positive | None = None  # times the others' median is a fault; None: 1.3 on GPUs, 3 on the CPU
     backend: str = "auto"  # auto, nccl, gloo
     json: bool = False  # the report as JSON
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -1,7 +1,7 @@
-"""What a site is like, in one file: from it come batch scripts, and the allocations that a notebook asks for.
+"""What a site is like, in one file: from it come batch scripts or pods, and the allocations that a notebook asks for.
 
 `site.toml` holds names and numbers alone. The scripts are course_lib/templates/train.sbatch with the site's choices
-put in; there is no second template.
+put in, and pods course_lib/templates/jobset.yaml (pods.py); there is no other template.
 """
 
 import json
@@ -29,9 +29,12 @@ class Site:
     interface: str | None = None  # the network interface of NCCL and gloo, as `ip addr` names it: ib0
     hca: str | None = None  # InfiniBand or RoCE adapters, as `ibv_devices` names them: mlx5
     module: tuple[str, ...] = ()  # loaded first, in this order: cuda/12.8
-    container: str | None = None  # an image for --container-image of Pyxis
+    container: str | None = None  # an image, for --container-image of Pyxis or for pods
     python: str = "python"  # the Python with the course; every node sees it under this path
     cpus_per_gpu: Size = 8  # cores for the rank of a GPU and its data loading; without GPUs ranks have one each
+    claim: str | None = None  # pods: the PersistentVolumeClaim that all of them write
+    memory_gib: Size | None = None  # pods: host memory of each, with its /dev/shm
+    adapters: str | None = None  # pods: what each asks for besides GPUs: vpc.amazonaws.com/efa:4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module", tuple(self.module) if isinstance(self.module, list) else self.module)
@@ -48,6 +51,8 @@ class Site:
             )
         if self.gres is not None and not re.fullmatch(r"gpu(:[\w.-]+)?:\d+", self.gres):
             raise ValueError(f"gres is {self.gres!r}; give GPUs as gpu:8 or gpu:h100:8")
+        if self.adapters is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+:[1-9]\d*", self.adapters):
+            raise ValueError(f"adapters is {self.adapters!r}; give the resource and how many: vpc.amazonaws.com/efa:4")
 
     @property
     def num_gpus(self) -> int | None:
@@ -127,7 +132,7 @@ def batch_script(site: Site, what: str = "train") -> str:
         "#export NCCL_IB_HCA=mlx5\n": f"export NCCL_IB_HCA={site.hca}\n" if site.hca else None,
         "#export GLOO_SOCKET_IFNAME=ib0\n": f"export GLOO_SOCKET_IFNAME={site.interface}\n" if site.interface else None,
         "SRUN_OPTIONS=()\n": f"SRUN_OPTIONS=({' '.join(options)})\n",
-        "LAYOUT=${LAYOUT:-dp=2,tp=2,zero_stage=1}\n": f"LAYOUT=${{LAYOUT:-{_layout(site)}}}\n",
+        "LAYOUT=${LAYOUT:-dp=2,tp=2,zero_stage=1}\n": f"LAYOUT=${{LAYOUT:-{layout_of(site)}}}\n",
     }
     if what == "check":
         changes |= {
@@ -139,16 +144,25 @@ def batch_script(site: Site, what: str = "train") -> str:
             ),
             next(line for line in text.splitlines(keepends=True) if line.startswith("    -m course_lib.train")): CHECK,
         }
+    return replaced(TEMPLATE, changes)
+
+
+def replaced(template: Path, changes: dict[str, str | None]) -> str:
+    """The template with each old text, which it must have once, as the new one; None leaves it.
+
+    Raises   ValueError if the template has one of them never, or more than once
+    """
+    text = template.read_text(encoding="utf-8")
     for old, new in changes.items():
         if text.count(old) != 1:
             raise ValueError(
-                f"{TEMPLATE.name} has {text.count(old)} lines {old.strip()!r}; required: one, to be replaced"
+                f"{template.name} has {text.count(old)} lines {old.strip()!r}; required: one, to be replaced"
             )
         text = text.replace(old, new or old)
     return text
 
 
-def _layout(site: Site) -> str:
+def layout_of(site: Site) -> str:
     """All ranks of a node along tp, up to 8, and nodes along dp."""
     ranks = site.num_gpus or 2
     tp = max(size for size in (1, 2, 4, 8) if ranks % size == 0)
@@ -156,13 +170,13 @@ def _layout(site: Site) -> str:
 
 
 @checked
-def write_site(site: Site, folder: Path, force: bool = False) -> list[Path]:
-    """Write site.toml, train.sbatch and check.sbatch into a folder.
+def write_site(site: Site, folder: Path, force: bool = False, job=batch_script, suffix: str = "sbatch") -> list[Path]:
+    """Write site.toml and two jobs, "train" and "check", into a folder; `job` returns the text of each.
 
     Raises   ValueError if one of them is there and is not to be overwritten, or nothing can be written there
     """
     texts = {"site.toml": site.to_toml()}
-    texts |= {f"{what}.sbatch": batch_script(site, what) for what in ("train", "check")}
+    texts |= {f"{what}.{suffix}": job(site, what) for what in ("train", "check")}
     there = [name for name in texts if (folder / name).exists()]
     if there and not force:
         raise ValueError(f"{folder} already has {', '.join(there)}; give another folder, or --force to overwrite")

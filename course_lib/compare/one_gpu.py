@@ -27,7 +27,7 @@ from course_lib.model import build
 from course_lib.training import TrainConfig, loss_of, make_optimizer
 from course_lib.training.data import batch, tokens
 from course_lib.training.moe_training import MoeRun, held_out_loss
-from course_lib.validate import Positive, Seed, Size, check_fields, checked
+from course_lib.validate import Checked, Positive, Seed, Size, checked
 
 TINY = preset("toy")
 SMALL = replace(preset("mini"), name="small", d_model=128, num_heads=4, num_kv_heads=2, d_ff=320)
@@ -45,7 +45,7 @@ def full_batch(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class OnePass:
+class OnePass(Checked):
     """One forward and backward pass of a model; each property runs it, once.
 
     change     alters the model before the pass: what a lesson teaches
@@ -61,9 +61,6 @@ class OnePass:
     attention: str = "standard"
     dtype: torch.dtype = torch.float32
     autocast: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return the changed model; a change draws the same random numbers every time."""

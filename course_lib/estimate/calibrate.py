@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from course_lib.hardware import Cluster
-from course_lib.validate import Positive, Size, check_fields, checked, json_lines, read_json, show
+from course_lib.validate import Checked, Positive, Size, checked, json_lines, read_json, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,15 +28,12 @@ _WARM_UP_STEPS = 3  # of a log: caches, compilation
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Checked):
     """Factors on what a cluster was assumed to reach: its GPUs' products, the network's and the node's link."""
 
     compute: Positive = 1.0
     network: Positive = 1.0
     node_link: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def of(self, cluster: Cluster) -> Cluster:
         """The same cluster with rates as calibrated."""

@@ -18,9 +18,7 @@ from course_lib.run import Run
 from course_lib.timing.layer import repeated_flops
 from course_lib.timing.rates import RATES, Rates, hfu, mfu
 from course_lib.timing.step import step_time
-from course_lib.validate import Bytes, Positive, check_fields, checked
-
-VERDICTS = ("fits", "tight", "does not fit")
+from course_lib.validate import Bytes, Checked, Positive, check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ _MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Checked):
     """Bytes of the fullest rank of a run by kind, and seconds of a step by what they are spent on.
 
     mfu          0 to 1, as the engine counts it
@@ -83,9 +81,6 @@ class Estimate:
     note: str = ""
     gb: Bytes = 10**9
     log_reserved: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def layout(self) -> Layout:

@@ -96,7 +96,7 @@ def run_of(
         attention=_word(row, "attention", ("fused", "standard")),
         optimizer=_word(row, "optimizer", OPTIMIZERS),
         lora=None if finetune == "full" else LoRA(_LORA_RANK, four_bits=finetune == "qlora"),
-        offload=_offload(row),
+        offload=offload_of(row.get("offload") or ""),
         loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
         fp8=precision == "fp8",
         operators=recompute == "operators",
@@ -108,15 +108,6 @@ def _usual(row: Mapping[str, str], gpu: GPU) -> Mapping[str, str]:
     if gpu.bf16_flops is not None or row.get("precision") or row.get("states"):
         return row
     return {**row, "precision": "fp16"}
-
-
-def _at_rates_of(cluster: Cluster, run: Run) -> Cluster:
-    """The cluster at the rates of the run's precision.
-
-    Raises   ValueError as `gpu_for`
-    """
-    word = recipe_of(run.recipe).name.partition("-")[0]
-    return replace(cluster, gpu=gpu_for(cluster.gpu, word if word in ("fp32", "fp16") else "bf16"))
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
@@ -135,12 +126,15 @@ def _word(row: Mapping[str, str], column: str, known: Sequence[str]) -> str:
     return word
 
 
-def _offload(row: Mapping[str, str]) -> Offload:
-    """Of a column such as "optimizer" or "optimizer-activations": these wait on the host."""
-    names = [name for name in (row.get("offload") or "").split("-") if name]
-    for name in names:
-        one_of("offload", name, ("optimizer", "parameters", "activations"))
-    return Offload(**dict.fromkeys(names, "host"))
+def offload_of(text: str) -> Offload:
+    """The record of words such as optimizer-activations, which wait on the host; of "none" or "" nothing does.
+
+    Raises   ValueError for a word that is none
+    """
+    words = [word for word in text.split("-") if word not in ("", "none")]
+    for word in words:
+        one_of("offload", word, ("none", "optimizer", "parameters", "activations"))
+    return Offload(**dict.fromkeys(words, "host"))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
@@ -195,7 +189,8 @@ def predict_rows(
     for row in rows:
         try:
             run = run_of(_usual(row, cluster.gpu), models, seq_len, engine)
-            one = estimate(run, _at_rates_of(cluster, run), engine, rates)
+            there = replace(cluster, gpu=gpu_for(cluster.gpu, recipe_of(run.recipe).name))
+            one = estimate(run, there, engine, rates)
             notes = [*_notes(row, cluster, engine), *([one.note] if one.note else [])]
             found.append(replace(one, note="; ".join(notes)))
         except ValueError as error:

@@ -21,11 +21,11 @@ from course_lib.kernels.attention import flash
 from course_lib.kernels.product import matmul
 from course_lib.kernels.rows import softmax_fused
 from course_lib.timing.kernel import occupancy
-from course_lib.validate import Bytes, Count, Share, Size, check_fields
+from course_lib.validate import Bytes, Checked, Count, Share, Size
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Compiled(Checked):
     """What the assembler says of a kernel.
 
     registers     of a thread
@@ -43,9 +43,6 @@ class Compiled:
     loads: Count
     wide: Count
     occupancy: Share
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def compiled(kernel, types: Sequence[str], warps: int = 4, aligned: bool = False, **constants: int) -> Compiled:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 import tyro
@@ -14,20 +12,17 @@ from tyro.conf import Positional
 from course_lib.labs.measure import ROUNDS, run_lab
 from course_lib.labs.sheet import form
 from course_lib.labs.table import lab_named
-from course_lib.launch.rendezvous import end_script, join_world, place_of
-from course_lib.validate import Size, check_fields, writable_file
+from course_lib.launch.rendezvous import join_world, place_of, run_script
+from course_lib.validate import Checked, Size, writable_file
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """Measure a lab on these ranks; rank 0 prints the form and writes the file."""
 
     chapter: Positional[str]  # 00 to 12
     out: Path | None = None  # the JSON that is written
     rounds: Size = ROUNDS  # steps of each layout, or calls of each way to sum
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def run(options: Options) -> int:
@@ -46,15 +41,5 @@ def run(options: Options) -> int:
     return 0
 
 
-def run_as_script() -> NoReturn:
-    """Run the lab and end this process with the exit code."""
-    try:
-        code = run(tyro.cli(Options, prog="python -m course_lib.labs"))
-    except ValueError as error:
-        print(f"course_lib.labs: {error}", file=sys.stderr)
-        code = 2
-    end_script(code)
-
-
 if __name__ == "__main__":
-    run_as_script()
+    run_script("course_lib.labs", lambda: run(tyro.cli(Options, prog="python -m course_lib.labs")))

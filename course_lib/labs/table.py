@@ -8,7 +8,7 @@ from pathlib import Path
 
 from course_lib.config import ModelConfig, MoeConfig, preset
 from course_lib.layout import Layout
-from course_lib.validate import Size, check_fields, checked, read_toml
+from course_lib.validate import Checked, Size, checked, read_toml
 
 # Small enough for one GPU of 40 GB without any cut, and all of 8 ranks divide it: heads, layers, experts.
 DENSE = ModelConfig("1.1B", 16, 2048, 32, 8, d_ff=8192, vocab_size=32_768, max_seq_len=4096)
@@ -24,7 +24,7 @@ ONE_GPU, CLUSTER = (1,), (4, 8)
 
 
 @dataclass(frozen=True)
-class Lab:
+class Lab(Checked):
     """A lab of a chapter.
 
     layouts     as texts, in which {n} is the number of ranks, {half} a half of it and {many} four times it; none where
@@ -42,9 +42,6 @@ class Lab:
     experts: bool = False
     ranks: tuple[int, ...] = CLUSTER
     minutes: Size = 10
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ValueError for a number of ranks that the lab cannot be started with."""

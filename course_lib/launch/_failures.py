@@ -22,6 +22,14 @@ _SECONDARY = re.compile(
 )
 # An error of torch's own; what the function opened itself fails with another kind, such as ConnectionRefusedError.
 _OF_TORCH = re.compile(r"(RuntimeError|torch\.[\w.]*Error|Dist\w*Error)\b")
+_HOW = {  # by Failure.kind
+    "start": "could not start:",
+    "load": "could not load the function (what a function uses must be importable, or be defined in the notebook):",
+    "exception": "failed:",
+    "exit": "called sys.exit before its function returned:",
+    "result": "returned something that cannot be sent back "
+    "(numbers, tensors, and lists, dicts, dataclasses of them can):",
+}
 STOPPED = "stood still: a signal (SIGSTOP) or a debugger has stopped it"
 NOT_MET = "had not met all other ranks"
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -84,7 +92,9 @@ def failure_text(
 ) -> str:
     """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
     failure = failures[rank]
-    parts = [f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_how(failure)}"]
+    parts = [
+        f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_HOW.get(failure.kind) or _death(failure.exit_code)}"
+    ]
     for frames, text in failure.chain:
         shown = format_frames(frames)
         parts.append(shown + text if text else shown.rstrip("\n"))
@@ -126,20 +136,6 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: di
     lines.append('os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.')
     lines.append("If the work takes longer, pass a larger timeout=.")
     return "\n".join(lines)
-
-
-def _how(failure: Failure) -> str:
-    if failure.kind == "exit":
-        return "called sys.exit before its function returned:"
-    if failure.kind == "load":
-        return "could not load the function (what a function uses must be importable, or be defined in the notebook):"
-    if failure.kind == "result":
-        return (
-            "returned something that cannot be sent back (numbers, tensors, and lists, dicts, dataclasses of them can):"
-        )
-    if failure.kind == "start":
-        return "could not start:"
-    return "failed:" if failure.kind == "exception" else _death(failure.exit_code)
 
 
 def _death(code: int | None) -> str:

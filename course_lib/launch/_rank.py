@@ -141,7 +141,10 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None])
     """Join the world, call the function, write its result; the message for the notebook says how it went."""
     kind = "start"
     try:
-        join_world(rank, settings, folder)
+        store = settings.store or dist.FileStore(str(folder / "store"), settings.world_size)  # a file: no port
+        # Later than the launch's own limit, which can say where every rank stood.
+        limit = timedelta(seconds=max(settings.deadline - time.monotonic(), 0) + 60)
+        join_world(settings.backend, store, rank, settings.world_size, int(os.environ["LOCAL_RANK"]), limit)
         tell("joined")
         kind = "load"
         function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
@@ -250,21 +253,18 @@ def finish() -> None:
         tracker._stop()
 
 
-def join_world(rank: int, settings: Settings, folder: Path) -> None:
-    """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide.
+def join_world(
+    backend: str, store: dist.Store, rank: int, world_size: int, local_rank: int, timeout: timedelta
+) -> None:
+    """Initialise torch.distributed through a store.
 
     A rank with a GPU makes new tensors there, and with NCCL those on the CPU travel through gloo.
     """
-    device = device_for(settings.backend, int(os.environ["LOCAL_RANK"]))
+    device = device_for(backend, local_rank)
     set_rank_device(device)
+    device_id = device if backend == "nccl" else None
     dist.init_process_group(
-        BACKENDS[settings.backend],
-        store=settings.store or dist.FileStore(str(folder / "store"), settings.world_size),
-        rank=rank,
-        world_size=settings.world_size,
-        # Later than the launch's own limit, which can say where every rank stood.
-        timeout=timedelta(seconds=max(settings.deadline - time.monotonic(), 0) + 60),
-        device_id=device if settings.backend == "nccl" else None,
+        BACKENDS[backend], store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
 
 

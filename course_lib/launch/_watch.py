@@ -167,27 +167,19 @@ class Watch:
 class Output:
     """What the ranks print, each to files of its own, which can be neither blocked nor lost; and what they report."""
 
-    def __init__(self, folder: Path, world_size: int, live: bool, on_report: Callable | None = None):
+    def __init__(self, folder: Path, world_size: int, on_report: Callable | None = None):
         self.on_report = on_report or (lambda name, value: None)
         self._folder = folder
         self._world_size = world_size
-        self._live = live
-        self._shown = [0] * world_size  # bytes of each rank's stdout already shown
         self._dropped = [0] * world_size
 
     def poll(self) -> None:
-        """Show new lines if live; keep a rank that prints without end from filling the disk."""
+        """Keep a rank that prints without end from filling the disk."""
         for rank in range(self._world_size):
-            path = self._folder / f"{rank}.out"
-            if not path.exists():
-                continue
-            if self._live:
-                self._show_new_lines(rank, path)
-            for file in (path, self._folder / f"{rank}.err"):
+            for file in (self._folder / f"{rank}.{stream}" for stream in ("out", "err")):
                 if file.exists() and (size := file.stat().st_size) > MAX_OUTPUT_BYTES:
                     os.truncate(file, 0)  # the rank appends, so it goes on at the new end
                     self._dropped[rank] += size
-                    self._shown[rank] = 0
 
     def lines(self, rank: int, stream: str = "out") -> list[str]:
         lines = read_lines(self._folder / f"{rank}.{stream}")
@@ -198,21 +190,8 @@ class Output:
     def show(self) -> None:
         """Print each rank's lines, in rank order; its warnings go to stderr."""
         for rank in range(self._world_size):
-            if self._live:
-                self._show_new_lines(rank, self._folder / f"{rank}.out", final=True)
-            else:
-                _show_lines(rank, self.lines(rank), sys.stdout)
+            _show_lines(rank, self.lines(rank), sys.stdout)
             _show_lines(rank, self.lines(rank, "err"), sys.stderr)
-
-    def _show_new_lines(self, rank: int, path: Path, final: bool = False) -> None:
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._shown[rank])
-            new = file.read()
-        complete = new if final else new[: new.rfind(b"\n") + 1]
-        self._shown[rank] += len(complete)
-        _show_lines(rank, split_lines(complete.decode(errors="replace")), sys.stdout)
 
 
 def read_text(path: Path) -> str:

@@ -79,13 +79,12 @@ class Results(Sequence):
     __hash__ = None
 
 
-def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and no two of them belong together
+def launch(
     fn: Callable,
     world_size: int,
     *args,
     timeout: float = 120.0,
     backend: str = "auto",
-    live: bool = False,
     threads: int = 1,
     quiet: bool = False,
     where: Slurm | None = None,
@@ -102,7 +101,6 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
               "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
-    live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same
     where     Slurm(...): a job there instead of this machine; the wait in its queue is not part of `timeout`, and when
@@ -130,7 +128,7 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
         (ranks / "function.pkl").write_bytes(payload)
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
-        output = Output(ranks, world_size, live, on_report)
+        output = Output(ranks, world_size, on_report)
         if where is None:
             outcome = _run_processes(folder, settings, output)
         else:

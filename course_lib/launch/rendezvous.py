@@ -30,7 +30,7 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,8 +39,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from course_lib.devices import BACKENDS, choose_backend, device_for, set_rank_device
-from course_lib.launch._rank import loopback_interface
+from course_lib.devices import choose_backend, device_for
+from course_lib.launch import _rank
 
 SHARED = "docs/SHARED_MACHINES.md"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -178,16 +178,9 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
     else:
         store = dist.PrefixStore(f"attempt {_attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
     backend, why = agree_on_backend(place, store, backend)
-    device = device_for(backend, place.local_rank)
-    set_rank_device(device)
-    dist.init_process_group(
-        BACKENDS[backend],
-        store=dist.PrefixStore("course", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
-    )
+    limit = timedelta(seconds=timeout_s)
+    store = dist.PrefixStore("course", store)
+    _rank.join_world(backend, store, place.rank, place.world_size, place.local_rank, limit)
     return f"{why}; who can reach the ranks' ports: {SHARED}" if place.world_size > 1 else why
 
 
@@ -224,6 +217,16 @@ def open_store(place: Place, timeout: timedelta) -> dist.TCPStore:
         place.address, listener.getsockname()[1], place.world_size, is_master=True, timeout=timeout,
         wait_for_workers=False, master_listen_fd=listener.detach(),
     )  # fmt: skip
+
+
+def run_script(name: str, act: Callable[[], int]) -> NoReturn:
+    """Act, and end this process with the exit code that it returns; what cannot be is one line, and 2."""
+    try:
+        code = act()
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        code = 2
+    end_script(code)
 
 
 def end_script(code: int) -> NoReturn:
@@ -264,7 +267,7 @@ def as_torchrun(place: Place) -> dict[str, str]:
         variables |= {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}
     if place.address is None or place.address in LOOPBACK or place.local_world_size == place.world_size:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            variables[name] = os.environ.get(name, loopback_interface(sys.platform))
+            variables[name] = os.environ.get(name, _rank.loopback_interface(sys.platform))
     return variables
 
 

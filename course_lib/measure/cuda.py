@@ -19,12 +19,9 @@ class CudaMemory:
     """One look at a GPU. allocated <= reserved <= used on the device; the rest is context and other processes."""
 
     allocated_bytes: int
-    max_allocated_bytes: int
     reserved_bytes: int
-    max_reserved_bytes: int
     device_used_bytes: int
     device_total_bytes: int
-    inactive_split_bytes: int
 
     @property
     def outside_allocator_bytes(self) -> int:
@@ -46,16 +43,8 @@ def cuda_memory(device: int | str | torch.device | None = None) -> CudaMemory:
         raise ValueError("no CUDA GPU is visible, required: one; on a CPU use MemoryTracker")
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    return CudaMemory(
-        allocated_bytes=torch.cuda.memory_allocated(device),
-        max_allocated_bytes=torch.cuda.max_memory_allocated(device),
-        reserved_bytes=torch.cuda.memory_reserved(device),
-        max_reserved_bytes=torch.cuda.max_memory_reserved(device),
-        device_used_bytes=total - free,
-        device_total_bytes=total,
-        inactive_split_bytes=stats.get("inactive_split_bytes.all.current", 0),
-    )
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return CudaMemory(allocated, reserved, device_used_bytes=total - free, device_total_bytes=total)
 
 
 def rounded_bytes(nbytes: int) -> int:

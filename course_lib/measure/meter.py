@@ -147,35 +147,57 @@ def _piece_bytes(tensor: torch.Tensor, size: int, index: int) -> int:
     return (quotient + (index < remainder)) * tensor.element_size()
 
 
+def _as_list(arguments: dict, *names: str) -> list[torch.Tensor]:
+    value = next(arguments[name] for name in names if name in arguments)
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
 def _nbytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 # -------------------------------------------------------------------------------------------- one rule an operator
+_INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")  # names of arguments
+
+
 # rule(arguments of the operator by name, group size, my rank in the group) -> [(collective, payload_bytes, sent_bytes)]
 def _all_reduce(arguments, size, rank):
-    tensors = _as_list(arguments, "tensors", "inputs", "input")
+    tensors = _as_list(arguments, *_INPUTS)
     return [("all_reduce", _nbytes(tensors), sum(_all_reduce_sent(tensor, size, rank) for tensor in tensors))]
 
 
-def _all_gather_one(arguments, size, rank):  # one tensor or several; equal shards
-    shard_bytes = _nbytes(_as_list(arguments, "input_tensor", "inputs", "input"))
-    return [("all_gather", shard_bytes * size, shard_bytes * (size - 1))]
+def _by_input(collective: str, bytes_of: Callable, names: Sequence[str] = _INPUTS) -> Callable:
+    """The rule of bytes_of(nbytes, size, rank, root) -> (payload, sent): equal pieces, of one tensor or several."""
+
+    def rule(arguments, size, rank):
+        root = arguments.get("root_rank", arguments.get("src"))
+        return [(collective, *bytes_of(_nbytes(_as_list(arguments, *names)), size, rank, root))]
+
+    return rule
+
+
+def _all_but_own(nbytes: int, size: int, *_) -> tuple[int, int]:
+    return nbytes, nbytes - nbytes // size
+
+
+_all_gather_one = _by_input("all_gather", lambda shard, size, *_: (shard * size, shard * (size - 1)))
+_reduce_scatter_one = _by_input("reduce_scatter", _all_but_own)
+_shard_dim_all_to_all = _by_input("all_to_all", _all_but_own)
+_broadcast = _by_input("broadcast", lambda whole, size, rank, src: (whole, 0 if (rank + 1) % size == src else whole))
+_reduce = _by_input("reduce", lambda whole, size, rank, dst: (whole, 0 if rank == dst else whole))
+_gather = _by_input("gather", lambda shard, size, rank, dst: (shard * size, 0 if rank == dst else shard))
+_scatter = _by_input(
+    "scatter",
+    lambda piece, size, rank, src: (piece * size, piece * (size - 1) if rank == src else 0),
+    names=("output_tensors",),
+)
+_send = _by_input("send", lambda nbytes, *_: (nbytes, nbytes))
+_recv = _by_input("recv", lambda nbytes, *_: (nbytes, 0))
 
 
 def _all_gather_list(arguments, size, rank):  # a list of shards, which may differ
     shards = arguments["output_tensors"][0]
     return [("all_gather", _nbytes(shards), _nbytes(shards) - shards[(rank + 1) % size].nbytes)]
-
-
-def _all_gather_coalesced(arguments, size, rank):
-    shard_bytes = _nbytes(arguments["input_list"])
-    return [("all_gather", shard_bytes * size, shard_bytes * (size - 1))]
-
-
-def _reduce_scatter_one(arguments, size, rank):  # one tensor or several; equal pieces
-    whole_bytes = _nbytes(_as_list(arguments, "input_tensor", "inputs", "input"))
-    return [("reduce_scatter", whole_bytes, whole_bytes - whole_bytes // size)]
 
 
 def _reduce_scatter_list(arguments, size, rank):  # a list of pieces, which may differ
@@ -194,43 +216,6 @@ def _all_to_all_list(arguments, size, rank):
     return [("all_to_all", _nbytes(pieces), _nbytes(pieces) - pieces[rank].nbytes)]
 
 
-def _shard_dim_all_to_all(arguments, size, rank):
-    whole_bytes = arguments["input"].nbytes
-    return [("all_to_all", whole_bytes, whole_bytes - whole_bytes // size)]
-
-
-def _broadcast(arguments, size, rank):
-    payload_bytes = _nbytes(_as_list(arguments, "tensors", "input"))
-    src = arguments["root_rank"] if "root_rank" in arguments else arguments["src"]
-    is_last_of_chain = (rank + 1) % size == src
-    return [("broadcast", payload_bytes, 0 if is_last_of_chain else payload_bytes)]
-
-
-def _reduce(arguments, size, rank):
-    payload_bytes = _nbytes(arguments["tensors"])
-    return [("reduce", payload_bytes, 0 if rank == arguments["root_rank"] else payload_bytes)]
-
-
-def _gather(arguments, size, rank):
-    shard_bytes = _nbytes(_as_list(arguments, "input_tensors", "input_tensor"))
-    return [("gather", shard_bytes * size, 0 if rank == arguments["root_rank"] else shard_bytes)]
-
-
-def _scatter(arguments, size, rank):
-    piece_bytes = _nbytes(arguments["output_tensors"])
-    is_src = rank == arguments["root_rank"]
-    return [("scatter", piece_bytes * size, piece_bytes * (size - 1) if is_src else 0)]
-
-
-def _send(arguments, size, rank):
-    payload_bytes = _nbytes(_as_list(arguments, "tensors", "tensor"))
-    return [("send", payload_bytes, payload_bytes)]
-
-
-def _recv(arguments, size, rank):
-    return [("recv", _nbytes(_as_list(arguments, "tensors", "tensor")), 0)]
-
-
 def _batch_p2p(arguments, size, rank):
     rules = {"isend": _send, "irecv": _recv}
     pairs = zip(arguments["op_list"], arguments["tensors"], strict=True)
@@ -241,17 +226,12 @@ def _barrier(arguments, size, rank):
     return [("barrier", 0, 0)]
 
 
-def _as_list(arguments: dict, *names: str) -> list[torch.Tensor]:
-    value = next(arguments[name] for name in names if name in arguments)
-    return [value] if isinstance(value, torch.Tensor) else list(value)
-
-
 _RULES = {
     # c10d: what torch.distributed's functions, DDP's reducer and FSDP2 call
     "allreduce_": _all_reduce,
     "allreduce_coalesced_": _all_reduce,
     "allgather_": _all_gather_list,
-    "allgather_coalesced_": _all_gather_coalesced,
+    "allgather_coalesced_": _all_gather_one,
     "allgather_into_tensor_coalesced_": _all_gather_one,
     "_allgather_base_": _all_gather_one,
     "reduce_scatter_": _reduce_scatter_list,

@@ -16,17 +16,15 @@ def snapshot_of(tracker: MemoryTracker) -> dict:
     What was alive at the start comes first, one allocation for each storage that is released later and one for the
     rest of each kind.
     """
-    blocks, changes = tracker.recorded_changes()
-    addresses = {block: 512 * (number + 1) for number, block in enumerate(blocks)}
     trace = [
         {
             "action": ALLOCATION if change > 0 else RELEASE,
-            "addr": addresses[block],
+            "addr": 512 * (number + 1),
             "size": abs(change),
             "stream": 0,
-            "frames": [{"name": blocks[block], "filename": "tracker", "line": 0}],
+            "frames": [{"name": kind, "filename": "tracker", "line": 0}],
         }
-        for block, change in changes
+        for number, kind, change in tracker.recorded_changes()
     ]
     return {"segments": [], "device_traces": [trace]}
 

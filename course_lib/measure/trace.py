@@ -43,23 +43,6 @@ _US = 1e-6  # Chrome's traces count microseconds
 
 
 @dataclass(frozen=True)
-class Call:
-    """One collective of a step: its axis, its name, and the bytes that this rank sends."""
-
-    axis: str
-    collective: str
-    sent_bytes: int
-
-
-@dataclass(frozen=True)
-class Calls:
-    """All collectives of a rank's step in order, and the axis of each process group."""
-
-    calls: tuple[Call, ...]
-    axis_of_group: dict[str, str]
-
-
-@dataclass(frozen=True)
 class RankTrace:
     """What a rank was busy with in a step; times count from its begin. A lane is "compute", or an axis."""
 
@@ -97,18 +80,18 @@ class RankSeconds:
 # --- record
 
 
-def calls_of(step: Callable[[], object], axes: Mapping[str, Sequence[dist.ProcessGroup]]) -> Calls:
-    """Run a step, and return its collectives in order with their axes.
+def calls_of(step: Callable[[], object], axes: Mapping[str, Sequence[dist.ProcessGroup]]) -> dict:
+    """Run a step; return its `calls` in order, each [axis, collective, bytes sent], and `axis_of_group`.
 
     axes   as `engine.axes` has them
     """
     with ByteMeter(axes=axes) as meter:
         step()
-    calls = (Call(record.axis or OTHER_AXIS, record.collective, record.sent_bytes) for record in meter.records)
-    return Calls(tuple(calls), meter.axis_of_group)
+    calls = [[record.axis or OTHER_AXIS, record.collective, record.sent_bytes] for record in meter.records]
+    return {"calls": calls, "axis_of_group": meter.axis_of_group}
 
 
-def trace_step(path: str | Path, step: Callable[[], object], calls: Calls) -> Path:
+def trace_step(path: str | Path, step: Callable[[], object], calls: Mapping) -> Path:
     """Run a step under torch.profiler and write its Chrome trace, compressed if the path ends in .gz."""
     path, on_gpu = Path(path), torch.cuda.is_initialized()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,9 +100,7 @@ def trace_step(path: str | Path, step: Callable[[], object], calls: Calls) -> Pa
             step()
             if on_gpu:
                 torch.cuda.synchronize()
-        listed = [[call.axis, call.collective, call.sent_bytes] for call in calls.calls]
-        about = {"rank": dist.get_rank(), "calls": listed, "axis_of_group": calls.axis_of_group}
-        profiler.add_metadata_json("course", json.dumps(about))
+        profiler.add_metadata_json("course", json.dumps({"rank": dist.get_rank(), **calls}))
     profiler.export_chrome_trace(str(path))
     return path
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.measure.storages import is_dtensor, local_tensors, replaced, returns_fresh_storage, sharding_propagation
 from course_lib.measure.timeline import KINDS, Timeline
+from course_lib.validate import one_of
 
 __all__ = ["KINDS", "MemoryTracker", "Timeline"]
 
@@ -142,40 +143,31 @@ class MemoryTracker(TorchDispatchMode):
                 columns[kind].append(now[kind])
         return Timeline(times_s, columns, list(self._marks))
 
-    def recorded_changes(self) -> tuple[dict[int, str], list[tuple[int, int]]]:
-        """Return the kind of each storage by its number, and every change of bytes in order as (number, change).
+    def recorded_changes(self) -> list[tuple[int, str, int]]:
+        """Return every change of bytes in order: the storage's number, its kind, and by how many bytes.
 
         Storages that were alive at the start come first: those released later, then one for the rest of each kind.
         """
         self._classify_known()
-        kinds: dict[int, str] = {}
-        alive: dict[int, int] = {}
-        before: list[tuple[int, int]] = []
-        later: list[tuple[int, int]] = []
-        rest, numbers = dict(self._start_bytes), {}
+        numbers, rest = {}, dict(self._start_bytes)
+        before, later = [], []
         for _, block, change in self._events:
+            is_first = id(block) not in numbers
             number = numbers.setdefault(id(block), len(numbers))
-            kinds[number] = "activations" if block.kind == _UNDECIDED else block.kind
-            if number not in alive and change < 0:
-                before.append((number, -change))
-                rest[kinds[number]] -= -change
-                alive[number] = -change
-            alive[number] = alive.get(number, 0) + change
-            later.append((number, change))
-        for kind, nbytes in rest.items():
-            if nbytes > 0:
-                number = len(kinds)
-                kinds[number] = kind
-                before.append((number, nbytes))
-        return kinds, before + later
+            kind = "activations" if block.kind == _UNDECIDED else block.kind
+            if is_first and change < 0:
+                before.append((number, kind, -change))
+                rest[kind] += change
+            later.append((number, kind, change))
+        left = [(kind, nbytes) for kind, nbytes in rest.items() if nbytes > 0]
+        return before + [(len(numbers) + index, *one) for index, one in enumerate(left)] + later
 
     def current(self, kind: str) -> int:
         """Bytes of one kind that are alive now.
 
         Raises   ValueError if kind is none of KINDS
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        one_of("kind", kind, KINDS)
         return self.current_by_kind()[kind]
 
     def current_by_kind(self) -> dict[str, int]:
@@ -195,8 +187,7 @@ class MemoryTracker(TorchDispatchMode):
 
         Raises   ValueError if kind is none of KINDS
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        one_of("kind", kind, KINDS)
         for local in local_tensors(tensor):
             if local.device.type == self.device_type or local.device.type == "meta":
                 self._set_kind(local.untyped_storage(), kind)
@@ -386,10 +377,8 @@ class MemoryTracker(TorchDispatchMode):
         """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
         for parameter in self.model.parameters():
             self.claim(parameter, "parameters")
-            for gradient in (
-                parameter.grad,
-                getattr(parameter, "main_grad", None),
-            ):  # main_grad: the FP32 sum beside it
+            # main_grad: the FP32 sum beside it
+            for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if gradient is not None:
                     self.claim(gradient, "gradients")
         if self.optimizer is not None:

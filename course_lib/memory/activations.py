@@ -60,6 +60,11 @@ class Part:
     is_away: bool
     split: bool
 
+    @property
+    def head_in_forward(self) -> bool:
+        """Whether forward makes the head's gradients chunk by chunk, and saves these in place of input and logits."""
+        return self.run.loss_chunks > 1 and self.engine.chunks_make_gradients
+
     def saves(self, *matrices: str) -> int:
         """Bytes a number of the input that these read: none if all are frozen, under autocast once for each."""
         lora, size = self.run.lora, self.engine.fp8_input_bytes if self.run.fp8 else self.e
@@ -221,7 +226,10 @@ def first_terms(part: Part) -> Terms:
 
 
 def last_terms(part: Part) -> tuple[Terms, int]:
-    """(what final norm and head save with the targets, log-probabilities or probabilities of the loss)."""
+    """(what final norm and head save with the targets, log-probabilities or probabilities of the loss).
+
+    Where forward makes the head's gradients: that of its input in place of the input, and that of its weight.
+    """
     D, V, lora = part.local.d_model, part.local.vocab_size, part.run.lora
     terms = part.norm("input of the final norm", "its") if part.in_layers else {}
     if part.local.family == "xlmr":
@@ -229,7 +237,7 @@ def last_terms(part: Part) -> tuple[Terms, int]:
     terms["input of the head"] = part.entered * D * part.e * (lora is None or "head" in lora.targets)
     terms["head in autocast's dtype"] = V * D * part.e * (part.e != part.r and part.in_layers)
     terms["targets"] = part.rows * (INT64 + MASK * (part.run.layout.tp > 1))
-    return terms, part.rows * V * part.fp32 // part.run.loss_chunks
+    return terms, V * D * part.fp32 if part.head_in_forward else part.rows * V * part.fp32 // part.run.loss_chunks
 
 
 # ---- for readers: one block, per token

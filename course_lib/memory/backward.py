@@ -83,7 +83,8 @@ def stage_of(part: Part, stage: int) -> Stage:
     inside = {sort: _layer_moments(part, layer) for sort, layer in like.items()}
     waits = {sort: [part.split * size for _, size in of_matrices(part, layer)] for sort, layer in like.items()}
     kept = start + sum(saved[sort] for sort in sorts.values())
-    waiting = part.split * is_last * part.rows * (config.d_model + part.local.vocab_size) * part.e
+    waits_head = part.split and is_last and not part.head_in_forward
+    waiting = waits_head * part.rows * (config.d_model + part.local.vocab_size) * part.e
     of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
@@ -256,6 +257,14 @@ def _end_moments(part: Part, total: int, end: dict[str, int], logits: int) -> li
     if part.local.family == "xlmr":
         return [of_norm]
     numel, tp = rows * V // part.run.loss_chunks, part.run.layout.tp > 1
+    if part.head_in_forward:  # a chunk's logits, or the product that is added to the sum, beside them; then a cast
+        chunk = max(numel * (part.fp32 + (e < FP32) * e), (numel + V * D) * e * (e < FP32))
+        return [
+            Moment("loss", ("", ""), here, logits, chunk + rows * D * e),
+            Moment("head", ("end", ""), here, logits, V * D * e * (e < FP32)),
+            Moment("head's gradient", ("end", "head"), here, 0, 0, V * D * e),
+            of_norm,
+        ]
     loss = numel * e * (1 if tp else 2)
     if e < FP32:  # beside a copy in FP32
         loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))

@@ -64,10 +64,8 @@ def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named,
 @lru_cache(maxsize=4096)
 def _cut_of(layout: Layout) -> Layout:
     """What tensors depend on: one of many layouts that differ in ZeRO, dp, cp, micro-batches and recomputation."""
-    cut = replace(layout, zero_stage=0, dp_replicate=1, micro_batch=1, micro_batches=2 * layout.pp, recompute="none")
-    if layout.folded:
-        return replace(cut, dp=layout.ep, cp=1, expert_tp=1)
-    return replace(cut, dp=layout.ep, cp=1, sequence_parallel=False, regather=False)
+    of_tp = {"expert_tp": 1} if layout.folded else {"sequence_parallel": False, "regather": False}
+    return replace(with_any_batch(layout), zero_stage=0, dp_replicate=1, dp=layout.ep, cp=1, **of_tp)
 
 
 @lru_cache(maxsize=1024)
@@ -175,8 +173,9 @@ def padded(numel: int, ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def with_any_batch(layout: Layout) -> Layout:
-    """One of many layouts whose parameters, gradients and states are the same: they differ in batch, recomputation."""
-    return replace(layout, micro_batch=1, micro_batches=2 * layout.pp, recompute="none", regather=False)
+    """One of many layouts with the same parameters, gradients and states, whatever batch, recomputation, cp_method."""
+    few = {"micro_batch": 1, "micro_batches": 2 * layout.pp}
+    return replace(layout, recompute="none", regather=False, cp_method="ring", cp_sharding="zigzag", **few)
 
 
 def flats_of(

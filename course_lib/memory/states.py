@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from course_lib.config import ModelConfig
-from course_lib.validate import Bytes, Count, Size, check_fields, checked, one_of
+from course_lib.validate import Bytes, Checked, Count, Size, checked, one_of
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
 
@@ -121,7 +121,7 @@ def rule_of_thumb_parameters(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
 
     name: str
@@ -131,9 +131,6 @@ class Recipe:
     moment_bytes: Count
     compute_bytes: Count  # size of one activation number
     note: str = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def bytes_per_param(self) -> int:
@@ -163,15 +160,12 @@ def recipe_of(recipe: Recipe | str) -> Recipe:
 
 
 @dataclass(frozen=True)
-class StateBytes:
+class StateBytes(Checked):
     """Bytes of the states by kind. FP32 master parameters count as optimizer."""
 
     parameters: Bytes
     gradients: Bytes
     optimizer: Bytes
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def total(self) -> int:
@@ -180,7 +174,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(Checked):
     """Low-rank adapters of one rank on the named matrices (ends of names in `parameter_shapes`, such as "q" and "v").
 
     four_bits   QLoRA: the frozen matrices of the blocks are stored in 4 bits, and one of them is dequantized at a time
@@ -190,9 +184,6 @@ class LoRA:
     rank: Size
     targets: tuple[str, ...] = ("q", "v")
     four_bits: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has

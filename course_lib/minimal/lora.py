@@ -1,7 +1,5 @@
 """LoRA in its smallest form: a frozen linear layer and a trained product of two thin matrices beside it.
 
-The engine in model/lora.py draws from a generator of its own, and merges whole models.
-
 Source   Hu et al. 2021 (arXiv:2106.09685)
 """
 

@@ -5,11 +5,9 @@ latent.py        multi-head latent attention: DeepSeek's queries, keys and value
 moe.py           a mixture of experts: router, dispatch, experts, combine, balancing
 gpt.py           GPT-2, GPT-3 and the XLM-R encoder from the same blocks
 llama.py         Llama, and `build` for all families
-lora.py          frozen weights and thin trained products beside them
 """
 
 from course_lib.model.attention import fused_attention, standard_attention
 from course_lib.model.gpt import GPT, Encoder
 from course_lib.model.llama import CLASSES, MLP, Llama, RMSNorm, build, initial_weights, rope_frequencies, rope_tables
-from course_lib.model.lora import LoRALinear, apply_lora, merge_lora, trainable_parameters
 from course_lib.model.moe import MoE, Routing, moe_layers, with_moe

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.compat import PIPELINE_WARMS_UP_ON_GLOO
 from course_lib.parallel.engine import Engine, MicroBatches, NamedParameter, cross_entropy, share_of
 from course_lib.parallel.stages import check_stages, cut
+from course_lib.parallel.whole import put_together
 
 SCHEDULES = {
     "afab": pipelining.ScheduleGPipe,
@@ -62,8 +62,7 @@ class Pipeline(nn.Module, Engine):
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         mine = {name: tensor_of(param) for name, param in named_parameters(self)}
-        of_ranks = comm.all_gather_tensors({n: x for n, x in mine.items() if x is not None}, self.group)
-        return {name: x.to(self.device) for of_rank in of_ranks for name, x in of_rank.items()}
+        return put_together(self.config, {n: x for n, x in mine.items() if x is not None}, {}, self.group)
 
     @property
     def has_first(self) -> bool:

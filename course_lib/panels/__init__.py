@@ -9,10 +9,9 @@ one_gpu.py      MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES
 kernel.py       TILES: a product by tiles on three GPUs
 collectives.py  COLLECTIVE: latency against moving bytes; OVERLAP: buckets beside backward
 ring.py         RING: an all-reduce around a ring, step by step
-runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
-game.py         GAME: a layout for a job of the day, ranked among those of the search
+runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT: runs side by side, by the estimate
+plans.py        PLAN, GAME: a layout for a job, by hand and by the search; PLANNER: for any model, with its files
 pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed on a grid by hand
 experts.py      EXPERTS: load, drops, bytes within and between nodes
-planner.py      PLANNER: a model or its config.json, GPUs, a batch -> layouts and files
 asked.py        all panels by name, asked in words and answered in plain data, for a host that is no Python
 """

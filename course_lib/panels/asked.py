@@ -19,11 +19,10 @@ from course_lib.estimate.estimate import SPREAD
 from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS
-from course_lib.panels.game import GAME
 from course_lib.panels.kernel import TILES
 from course_lib.panels.one_gpu import MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALES
 from course_lib.panels.pipeline import PIPELINE, PUZZLE
-from course_lib.panels.planner import PLANNER, planned
+from course_lib.panels.plans import GAME, PLAN, PLANNER, planned
 from course_lib.panels.record import Answer, Control, Panel, Value, answer_of
 from course_lib.panels.ring import RING
 from course_lib.panels.svg import COLORS
@@ -84,7 +83,7 @@ PANELS = {
     "tiles": Listed(TILES, "13a_inside_a_gpu", _ROOF),
     "scales": Listed(SCALES, "13b_eight_bits", _EXACT),
     "game": Listed(GAME, "10_five_d", f"{_BYTES} {_SECONDS}"),
-    "job": Listed(runs.PLAN, "11_finding_a_configuration", f"{_BYTES} {_SECONDS}"),
+    "job": Listed(PLAN, "11_finding_a_configuration", f"{_BYTES} {_SECONDS}"),
 }
 
 
@@ -163,9 +162,8 @@ def _press(panel: str, button: str, words: Mapping[str, str]) -> dict:
 
 
 def _plan(words: Mapping[str, str], file: str = "", text: str = "") -> dict:
-    found = planned(values_of(PLANNER, words), file, text)
-    charts = answer_of(PLANNER.title, lambda: found.shown)
-    return {**_told(charts), "lines": found.lines, "files": found.files, "refused": found.refused}
+    shown, lines, files, refused = planned(values_of(PLANNER, words), file, text)
+    return {**_told(answer_of(PLANNER.title, lambda: shown)), "lines": lines, "files": files, "refused": refused}
 
 
 def _claim(id: str) -> dict:

@@ -149,30 +149,35 @@ def add(name: str, weight: float, update: float) -> tuple[float, float, float]:
     return stored, change, FORMATS[name].stored(FORMATS["fp32"].stored(stored + change))
 
 
+def _range_chart(title: str, ends: tuple[int, int], of: Mapping, notes: Mapping, numbers: Mapping) -> Chart:
+    """The range (smallest, largest) of each format by the power of ten, with named numbers as lines."""
+    rows = {name: [Box(*map(math.log10, each), "range")] for name, each in of.items()}
+    marks = {f"{name} {number:g}": math.log10(number) for name, number in numbers.items()}
+    return Chart(title, rows, ends[1], ends[0], "exponent", marks, notes, ground=True)
+
+
 def _draw_precision(weight: float, update: float) -> Shown:
     """The range of each format with the weight and the update in it, and what becomes of their sum."""
-    rows, notes, said = {}, {}, []
-    for name in SHOWN:
-        stored, change, after = add(name, weight, update)
-        rows[name] = [Box(math.log10(FORMATS[name].smallest), math.log10(FORMATS[name].largest), "range")]
-        notes[name] = outcome(stored, change, after)
-        said.append(f"{name}: {stored:.6g} + {change:.4g} gives {after:.9g}, {notes[name]}.")
-    marks = {f"weight {weight:g}": math.log10(weight), f"update {update:g}": math.log10(update)}
-    title = "Numbers of each format, by their power of ten"
-    return [Chart(title, rows, 39, -46, "exponent", marks, notes, ground=True)], " ".join(said)
+    became = {name: add(name, weight, update) for name in SHOWN}
+    notes = {name: outcome(*each) for name, each in became.items()}
+    said = (f"{name}: {a:.6g} + {b:.4g} gives {c:.9g}, {notes[name]}." for name, (a, b, c) in became.items())
+    ranges = {name: (FORMATS[name].smallest, FORMATS[name].largest) for name in SHOWN}
+    title, numbers = "Numbers of each format, by their power of ten", {"weight": weight, "update": update}
+    return [_range_chart(title, (-46, 39), ranges, notes, numbers)], " ".join(said)
 
 
-def _magnitudes(lowest: int, highest: int) -> tuple[tuple[str, float], ...]:
-    values = [digit * 10.0**power for power in range(lowest, highest) for digit in (1, 3)] + [10.0**highest]
-    return tuple((f"{value:g}", value) for value in values)
+def _magnitudes(**ranges: tuple[int, int, float]) -> dict[str, Control]:
+    """Sliders from one power of ten to another, with what each starts at."""
+    found = {}
+    for name, (lowest, highest, start) in ranges.items():
+        values = [digit * 10.0**power for power in range(lowest, highest) for digit in (1, 3)] + [10.0**highest]
+        found[name] = Control(name, tuple((f"{value:g}", value) for value in values), start, "slider")
+    return found
 
 
 PRECISION = Panel(
     "A weight and an update in three formats",
-    {
-        "weight": Control("weight", _magnitudes(-8, 5), 1.0, "slider"),
-        "update": Control("update", _magnitudes(-12, 5), 1e-3, "slider"),
-    },
+    _magnitudes(weight=(-8, 5, 1.0), update=(-12, 5, 1e-3)),
     _draw_precision,
 )
 
@@ -188,24 +193,19 @@ def beside(name: str, number: float, outlier: float) -> float:
 
 def _draw_scaled(number: float, outlier: float) -> Shown:
     """The numbers that each format can store of a block with an outlier, and what becomes of an ordinary one."""
-    rows, notes, largest = {}, {}, max(number, outlier)
-    for name in SCALED:
-        fmt, got = FORMATS[name], beside(name, number, outlier)
-        low, high = (math.log10(size / fmt.largest * largest) for size in (fmt.smallest, fmt.largest))
-        rows[name] = [Box(low, high, "range")]
-        notes[name] = f"off by {abs(got / number - 1):.1%}" if got else "becomes 0"
-    marks = {f"number {number:g}": math.log10(number), f"outlier {outlier:g}": math.log10(outlier)}
-    became = ", ".join(f"{name} {note}" for name, note in notes.items())
-    said = f"{number:g} beside {outlier:g}: {became}."
-    title = "What one scale can store, by the power of ten"
-    return [Chart(title, rows, 7, -12, "exponent", marks, notes, ground=True)], said
+    largest, became = max(number, outlier), {name: beside(name, number, outlier) for name in SCALED}
+    notes = {name: f"off by {abs(got / number - 1):.1%}" if got else "becomes 0" for name, got in became.items()}
+    ranges = {
+        name: [size / FORMATS[name].largest * largest for size in (FORMATS[name].smallest, FORMATS[name].largest)]
+        for name in SCALED
+    }
+    said = f"{number:g} beside {outlier:g}: {', '.join(f'{name} {note}' for name, note in notes.items())}."
+    title, numbers = "What one scale can store, by the power of ten", {"number": number, "outlier": outlier}
+    return [_range_chart(title, (-12, 7), ranges, notes, numbers)], said
 
 
 SCALES = Panel(
     "One scale for an ordinary number and an outlier",
-    {
-        "number": Control("number", _magnitudes(-6, 1), 1.0, "slider"),
-        "outlier": Control("outlier", _magnitudes(0, 6), 1000.0, "slider"),
-    },
+    _magnitudes(number=(-6, 1, 1.0), outlier=(0, 6, 1000.0)),
     _draw_scaled,
 )

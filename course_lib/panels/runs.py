@@ -1,4 +1,4 @@
-"""Runs side by side, by the package's estimate: ZeRO, tensor, sequence, context parallelism, a whole layout, a plan.
+"""Runs side by side, by the package's estimate: ZeRO, tensor, sequence, context parallelism, a whole layout.
 
 Each panel says which runs its values mean; `compared` draws what the fullest rank of each holds and what a step's time
 is spent on. Bytes are predicted, seconds modelled: nothing is measured.
@@ -13,8 +13,7 @@ from functools import lru_cache
 from course_lib.config import MOE_PRESETS, PRESETS, preset
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import estimate
-from course_lib.hardware import GPUS, Cluster
-from course_lib.layout import Layout
+from course_lib.hardware import Cluster
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import CP_METHODS, fewer_at_the_ends
 from course_lib.memory.budget import fullest_budget
@@ -22,11 +21,9 @@ from course_lib.memory.ranks import for_length
 from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.palette import KINDS
-from course_lib.panels.controls import cluster_of, controls, layout_of, named, of_table, powers, run_of
+from course_lib.panels.controls import cluster_of, controls, layout_of, named, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import bars
-from course_lib.plan import Job, Plan, search
-from course_lib.plan.measured import MODELS
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
 from course_lib.traffic import sent
@@ -258,68 +255,4 @@ LAYOUT = Panel(
     | controls(fewer_at_ends=False, ep=1, zero_stage=1),
     _draw_layout,
     KNOWN,
-)
-
-
-# ------------------------------------------------------------------------------------ a plan (lesson 11)
-def job_of(values: Mapping) -> Job:
-    """Return the job of these values, trained by nanotron: its rates are fitted to measured runs.
-
-    Raises   ValueError where GPUs do not fill nodes
-    """
-    tokens, model = values["seq_len"] * values["sequences"], MODELS[values["model"]]
-    return Job(model, cluster_of(values), values["gpus"], values["seq_len"], tokens, engine="nanotron")
-
-
-def _plan_layout(values: Mapping) -> Layout:
-    """Return the layout of these values; dp and the micro-batches follow from the job.
-
-    Raises   ValueError for what does not divide
-    """
-    dp, odd_ranks = divmod(values["gpus"], values["tp"] * values["pp"])
-    micro_batches, odd_rows = divmod(values["sequences"], max(1, dp * values["micro_batch"]))
-    if odd_ranks:
-        raise ValueError(f"tp x pp does not divide {values['gpus']} GPUs; choose a smaller tp or pp")
-    if odd_rows:
-        raise ValueError(
-            f"dp ({dp}) x micro-batch ({values['micro_batch']}) does not divide {values['sequences']} sequences; "
-            "choose a smaller micro-batch, or more sequences"
-        )
-    return layout_of({**values, "dp": dp, "micro_batches": micro_batches, "sequence_parallel": values["tp"] > 1})
-
-
-def _draw_plan(**values) -> Shown:
-    """One layout, worked out as the planner would."""
-    job, layout = job_of(values), _plan_layout(values)
-    title = f"{values['model']} on {values['gpus']} GPUs"
-    charts, said = compared(title, {"layout": job.run(layout)}, "layout", job.cluster, job.engine)
-    return charts, f"{layout}{said.removeprefix('layout')}"
-
-
-def _draw_search(**values) -> Shown:
-    """The fastest layouts that fit, as the planner ranks them, and the one that it takes."""
-    return plan_shown(search(job_of(values)))
-
-
-def plan_shown(found: Plan) -> Shown:
-    """Bars of the layout that a plan takes and of the five fastest; in words the one that it takes."""
-    runs = {_short(one.layout): one.run for one in (found.best, *found.ranked[:5])}
-    title, best = f"Of {found.num_tried} layouts", found.best.layout
-    charts, said = compared(title, runs, _short(best), found.job.cluster, found.job.engine)
-    return charts, f"The planner takes {best}: {said.partition(': ')[2]}"
-
-
-def _short(layout: Layout) -> str:
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")} | {"rows": layout.micro_batch}
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return " ".join(words + ["again"] * (layout.recompute != "none"))
-
-
-PLAN = Panel(
-    "A layout for a job",
-    controls(model=("8B", named(MODELS)), gpus=64, between="efa", seq_len=(4096, powers(1024, 16_384)), sequences=256)
-    | controls(gpu=("h100", of_table(GPUS, lambda one: one.bf16_flops and one.memory_bytes >= 40e9)))
-    | controls(tp=(8, powers(1, 8)), pp=(1, powers(1, 16)), zero_stage=1, micro_batch=1, recompute="none"),
-    _draw_plan,
-    slow={"Search": _draw_search},
 )

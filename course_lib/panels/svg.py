@@ -25,12 +25,14 @@ _PARTS = {  # names of parts by colour, beside kinds of memory and axes
     OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range, "
     "partial sum",
     OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now, read again",
-    OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all",
+    OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all, shard, replicate, expert_shard, "
+    "expert_replicate",
     OKABE_ITO["yellow"]: "launches",
     OKABE_ITO["blue"]: "data, moving bytes, computed, predicted, layer",
     OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured, wrong",
     OKABE_ITO["purple"]: "transfer",
     KIND_COLORS["overhead"]: "no tensor",
+    KIND_COLORS["free"]: "neither",
     "#999999": "allocator's reserve, bubble, world, other ranks, experts not chosen, embed, head",
     mix(KIND_COLORS["activations"], "#FFFFFF", 0.6): "waiting for weight gradients",
 }

@@ -14,7 +14,6 @@ expert.py            expert parallel: experts spread over ranks, gradients summe
 tiles.py             attention over blocks of other ranks: kernels of a tile, parts merged
 ring.py              ring attention: keys and values travel, their gradients follow (dKV rotation)
 gathered.py          the same by all-gather and reduce-scatter
-merge_error.py       what 16-bit sums cost a ring: its error by ranks and dtype
 ulysses.py           context parallel by heads: all-to-all, alone or inside a ring
 context.py           context parallel: a Llama or GPT whose sequences are cut in one call
 stages.py            a model cut into stages of consecutive layers

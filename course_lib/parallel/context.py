@@ -30,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, check_group
+from course_lib.layout.check import FAMILIES
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
+from course_lib.parallel import engine as engines
 from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace, cross_entropy
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
@@ -40,10 +42,7 @@ from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
-
-FAMILIES = ("llama", "gpt")
-_TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
-
+from course_lib.validate import one_of
 
 # --- a model
 
@@ -57,7 +56,6 @@ class Context:
     sequence_sharding: str
     inner_group: Group | None = None
     outer_group: Group | None = None
-    token_losses: _TokenLosses = cross_entropy
     trace: Trace | None = None
 
     def positions(self, seq_len: int) -> Tensor:
@@ -83,7 +81,7 @@ class ContextParallel(ModelEngine):
         """The losses of my tokens alone: those of all ranks are of all tokens."""
         positions_s = self.context.positions(x_BS.shape[1]).to(x_BS.device)
         logits_BsV = self(x_BS[:, positions_s], positions_s)
-        return self.context.token_losses(logits_BsV, y_BS[:, positions_s])
+        return cross_entropy(logits_BsV, y_BS[:, positions_s])
 
     def finish(self) -> None:
         """Sums each rank's gradients of its tokens' losses.
@@ -99,36 +97,31 @@ def build(
     method: str = "ring",
     sequence_sharding: str = "zigzag",
     outer: int = 1,
-    merge_dtype: torch.dtype | None = None,
-    token_losses: _TokenLosses = cross_entropy,
     trace: Trace | None = None,
 ) -> ContextParallel:
     """Sets each block's attention core, in place; returns the engine. Every rank must bring the same weights.
 
-    It takes x_Bs, my tokens, and their positions_s, and gives logits_BsV. A model that tensor parallelism has cut
-    already works as well: a core takes whatever heads it is given. Such a one says how its logits become losses.
+    It takes x_Bs, my tokens, and their positions_s, and gives logits_BsV.
 
-    method         "ring" | "all_gather" | "ulysses"
-    outer          for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
-    merge_dtype    of sums over blocks: float32 if not given (ring.py). Ulysses without a ring has none
-    token_losses   (logits, y_Bs) -> loss_Bs, for logits that are in pieces
-    Bytes          with dropout a seed, from which each rank draws for its own tokens; otherwise none
-    Raises         ValueError if model or group cannot do it, before anything is sent or changed
+    method   "ring" | "all_gather" | "ulysses"
+    outer    for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
+    Bytes    with dropout a seed, from which each rank draws for its own tokens; otherwise none
+    Raises   ValueError if model or group cannot do it, before anything is sent or changed
     """
-    _check_cuttable(model, group, method, sequence_sharding, outer, merge_dtype)
+    _check_cuttable(model, group, method, sequence_sharding, outer)
     inner_group, outer_group = _inner_and_outer(group, outer) if outer > 1 else (None, None)
-    context = Context(group, method, sequence_sharding, inner_group, outer_group, token_losses, trace)
+    context = Context(group, method, sequence_sharding, inner_group, outer_group, trace)
     for block in model.blocks:
-        block.attention.core = core_of(block.attention.core, context, merge_dtype)
+        block.attention.core = core_of(block.attention.core, context)
     if model.config.dropout > 0:
         share_seed(group, apart=True)
     return ContextParallel(model, context)
 
 
-def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
-    """What takes the place of a block's own core, with its kernel: fused or standard."""
+def core_of(core: Callable, context: Context) -> Callable:
+    """What takes the place of a block's own core, with its kernel (fused, standard): over whatever heads it gets."""
     kernel = next(name for name, function in CORES.items() if function is core)
-    tiling = Tiling(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
+    tiling = Tiling(context.sequence_sharding, kernel=kernel, trace=context.trace)
     if context.outer_group is not None:
         around = _core_over(Ring(context.outer_group, context.trace), tiling)
         return ulysses_core(context.inner_group, "contiguous", around)
@@ -160,31 +153,18 @@ def _inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
     return tuple(dist.new_group(each, use_local_synchronization=True) for each in members)
 
 
-def _check_cuttable(
-    model: nn.Module,
-    group: Group,
-    method: str,
-    sequence_sharding: str,
-    outer: int = 1,
-    merge_dtype: torch.dtype | None = None,
-) -> None:
+def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_sharding: str, outer: int) -> None:
     """Raises ValueError for what this engine does not know, or heads that Ulysses cannot divide."""
     config, cp_size = model.config, check_group(group, "build").size()
-    if config.family not in FAMILIES:
-        raise ValueError(f"family is {config.family!r}; context parallelism here knows {', '.join(FAMILIES)}")
+    one_of("family", config.family, FAMILIES)
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     check_method(method)
-    if sequence_sharding not in SEQUENCE_SHARDINGS:
-        raise ValueError(f"sequence_sharding is {sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}")
+    one_of("sequence_sharding", sequence_sharding, SEQUENCE_SHARDINGS)
     if outer < 1 or cp_size % outer:
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
     if outer > 1 and method != "ulysses":
         raise ValueError(f'outer is {outer}, a ring around Ulysses, but method is {method!r}; choose method="ulysses"')
-    if merge_dtype is not None and method == "ulysses" and outer == 1:
-        raise ValueError(
-            f"merge_dtype is {merge_dtype}, but Ulysses without a ring merges nothing: leave it out, or give outer > 1"
-        )
     for block in model.blocks:
         attention = block.attention
         if attention.core not in CORES.values():
@@ -200,17 +180,9 @@ def _check_cuttable(
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:
     """Raises ValueError for lengths that do not divide over the ranks, or that the model has no positions for."""
-    if not micro_batches:
-        raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
-    for x_BS, y_BS in micro_batches:
-        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
-            raise ValueError(
-                f"x_BS and y_BS have shapes {tuple(x_BS.shape)} and {tuple(y_BS.shape)}; both must be (B, S)"
-            )
-        seq_len, limit = x_BS.shape[1], engine.config.max_seq_len
+    engines.check_micro_batches(engine, micro_batches)
+    for x_BS, _ in micro_batches:
         if engine.context.outer_group is None:
-            check_context(seq_len, engine.context.group.size(), engine.context.sequence_sharding)
+            check_context(x_BS.shape[1], engine.context.group.size(), engine.context.sequence_sharding)
         else:
-            engine.context.positions(seq_len)
-        if engine.config.family == "gpt" and seq_len > limit:
-            raise ValueError(f"seq_len ({seq_len}) exceeds the learned positions ({limit}); use shorter sequences")
+            engine.context.positions(x_BS.shape[1])

@@ -1,10 +1,7 @@
 """Data parallelism from scratch: each rank holds the whole model, trains on its share of the batch, averages gradients.
 
-Three engines with one interface, each an answer to what hurts in the one before:
-
-    NaiveDP        all gradients averaged after the backward pass     first the network waits, then the processor
-    OverlappedDP   one all-reduce a parameter, started by a hook      hidden behind backward, but many small messages
-    BucketedDP     one all-reduce a bucket of about 25 MiB            hidden, few messages, gradients are not copied
+One all-reduce a bucket of about 25 MiB, started by a hook: hidden behind backward, few messages, gradients are not
+copied. Lesson 03 in depth comes to it from an engine that averages after backward, and one with a message a parameter.
 
     engine = build(model, group)                            # broadcasts the first rank's parameters
     loss = step(engine, micro_batches, optimizer)           # of engine.py; the same two calls as in native/data.py
@@ -38,7 +35,7 @@ FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the net
 Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
-# --- what all three need
+# --- what engines need whose ranks bring different tokens
 
 
 def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -61,7 +58,7 @@ def hook_gradients(parameters: Iterable[nn.Parameter], when_ready: Callable[[nn.
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> Pending:
     """Starts summing x over the group, returns at once; x must not be touched before `wait()` on what is returned.
 
-    Raises   ValueError if x is strided, as the gradient of a strided parameter is; BucketedDP copies such a gradient
+    Raises   ValueError if x is strided, as the gradient of a strided parameter is; a bucket copies such a gradient
     """
     start_s = time.perf_counter()
     work = comm.all_reduce_(x, group, async_op=True)
@@ -99,70 +96,7 @@ class DataParallel(nn.Module, Engine):
         return self.module(*inputs)
 
 
-# --- 1. naive
-
-
-class NaiveDP(DataParallel):
-    """Averages every gradient after the backward pass, one blocking all-reduce a parameter.
-
-    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize, in as many calls as there are parameters
-    """
-
-    def finish(self) -> None:
-        """Averages all gradients. A parameter that this rank did not use counts as zeros."""
-        for name, param in trainable(self.module):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            param.grad.div_(self.group.size())
-            start_all_reduce(param.grad, self.group, name, self.trace).wait()
-
-
-# --- 2. overlapped
-
-
-class OverlappedDP(DataParallel):
-    """Starts a parameter's all-reduce once its gradient is complete, while backward goes on with earlier layers.
-
-    Every rank must use every parameter: ranks that start different all-reduces would sum unrelated gradients.
-
-    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize, in as many calls as there are parameters
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
-        super().__init__(module, group, trace)
-        self.names = {param: name for name, param in trainable(module)}
-        self.in_flight: dict[nn.Parameter, Pending] = {}
-        self.syncing = True
-        self.handles = hook_gradients(self.names, self._start)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up on this rank: for every micro-batch but the last."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _start(self, param: nn.Parameter) -> None:
-        if not self.syncing:
-            return
-        if param in self.in_flight:
-            raise RuntimeError(arrived_twice(self.names[param]))
-        param.grad.div_(self.group.size())
-        self.in_flight[param] = start_all_reduce(param.grad, self.group, self.names[param], self.trace)
-
-    def finish(self) -> None:
-        """Waits for everything in flight: the one place that waits.
-
-        Raises   RuntimeError if a parameter got no gradient in the last backward pass
-        """
-        missing = [name for param, name in self.names.items() if param not in self.in_flight]
-        if missing:
-            raise RuntimeError(f"no gradient for {missing} in the last backward pass; freeze them, or use BucketedDP")
-        for work in self.in_flight.values():
-            work.wait()
-        self.in_flight.clear()
+# --- buckets
 
 
 def arrived_twice(name: str) -> str:
@@ -170,9 +104,6 @@ def arrived_twice(name: str) -> str:
         f"gradient of {name} arrived a second time before finish(): it may be on the network; "
         "put every micro-batch but the last in no_sync(), or call finish() after each backward pass"
     )
-
-
-# --- 3. bucketed
 
 
 def assign_buckets(
@@ -292,7 +223,7 @@ class Bucket:
 
 
 class BucketedDP(DataParallel):
-    """Overlaps like OverlappedDP, with one all-reduce a full bucket; gradients live inside the buckets.
+    """Starts a full bucket's all-reduce while backward goes on; gradients live inside the buckets.
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
 

@@ -46,12 +46,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def compute_span(trace: Trace | None, name: str) -> Iterator[None]:
-    """Records what runs inside as a Span on the lane 'compute'; without a trace it does nothing."""
+def compute_span(trace: Trace | None, name: str, lane: str = "compute") -> Iterator[None]:
+    """Records what runs inside as a Span; without a trace it does nothing."""
     start_s = time.perf_counter()
     yield
     if trace is not None:
-        trace.append(Span(dist.get_rank(), "compute", name, start_s, time.perf_counter()))
+        trace.append(Span(dist.get_rank(), lane, name, start_s, time.perf_counter()))
 
 
 # --- what an engine is
@@ -176,6 +176,22 @@ def one_after_another(engine: Engine, micro_batches: MicroBatches) -> Tensor:
                 loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def check_micro_batches(engine: Engine, micro_batches: MicroBatches) -> None:
+    """Raises ValueError if there is none, or one that does not fit an engine whose ranks bring the same ones."""
+    if len(micro_batches) == 0:
+        raise ValueError("there are no micro-batches; give a list of one (x_BS, y_BS) or more")
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
+            raise ValueError(
+                f"micro-batch {index} has inputs {tuple(x_BS.shape)} and targets {tuple(y_BS.shape)}; "
+                "both must be B x S, alike"
+            )
+        if engine.config.family == "gpt" and x_BS.shape[1] > engine.config.max_seq_len:
+            raise ValueError(
+                f"micro-batch {index} has {x_BS.shape[1]} tokens; max_seq_len is {engine.config.max_seq_len}"
+            )
 
 
 def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:

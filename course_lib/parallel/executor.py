@@ -46,7 +46,7 @@ class StageRunner:
         """Of what goes from stage to stage."""
         return (*x_BS.shape, self.engine.config.d_model)
 
-    def forward(self, stage: int, x: Tensor, x_BS: Tensor) -> Tensor:
+    def forward(self, stage: int, x: Tensor, x_BS: Tensor, y_BS: Tensor) -> Tensor:
         """The stage's output; x is what has come, or the tokens."""
         return self.engine.stages[str(stage)](x)
 
@@ -146,7 +146,7 @@ class Executor:
         if x_BSD is not None:
             x_BSD = x_BSD.requires_grad_()
         with self.delaying(stage, queue):
-            out = self.runner.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS)
+            out = self.runner.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS, y_BS)
             balancing = self.runner.share_of_balancing(stage, y_BS)
             if stage == self.engine.num_stages - 1:
                 out = share_of(self.runner.token_losses(out, y_BS), self.runner.num_tokens)

@@ -1,7 +1,6 @@
 """Expert parallelism from scratch: each rank has some of the experts, and a token travels to those that it chose.
 
     parallel/dispatch.py         rows to the experts' ranks and back
-    parallel/expert_tensor.py    every matrix of an expert cut over tp as well
     this file                    a Llama with experts (model/moe.py) cut from outside
 
     engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
@@ -19,12 +18,11 @@ An expert's gradient is already the sum over the tokens of its ep_group: they ca
 than other gradients, and yet divided by the same number, the tokens of ALL ranks. A mean over its own group instead
 would be ep times too large, and Adam would hide it.
 
-With tensor parallelism (tp_group; `group` is then the ranks with my place in it) see parallel/expert_tensor.py.
+With tensor parallelism as well: parallel/five_d.py, whose blocks expert_tensor.py cuts.
 
 Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961), section 3.1
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -37,33 +35,26 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_parallel
 from course_lib.model.moe import MoE, moe_layers
-from course_lib.parallel import tensor
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
-from course_lib.parallel.expert_tensor import cut_over_tp
-from course_lib.parallel.linear import ReplicatedResidual
-from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
-from course_lib.parallel.tensor import cuts_of, sum_gradients
-from course_lib.parallel.vocabulary import vocab_cross_entropy
+from course_lib.parallel.tensor import sum_gradients
+from course_lib.parallel.whole import put_together
 
 # --- who talks to whom
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The groups of one rank; across and inside (nodes) only for once_per_node, tp only with tensor parallelism."""
+    """The groups of one rank; across and inside (nodes) only for once_per_node."""
 
     dp: Group
     ep: Group
     expert_dp: Group
     across: Group | None = None
     inside: Group | None = None
-    tp: Group | None = None
 
 
-def expert_groups(
-    group: Group, ep_size: int, ranks_per_node: int | None = None, tp_group: Group | None = None
-) -> ExpertGroups:
+def expert_groups(group: Group, ep_size: int, ranks_per_node: int | None = None) -> ExpertGroups:
     """Makes them from the ranks of `group`, all of which must call it.
 
     Raises   ValueError if ep does not divide the ranks, before any group is made
@@ -77,7 +68,7 @@ def expert_groups(
         node = (rank - first) // ranks_per_node * ranks_per_node
         across = _group(ep_ranks[rank % ranks_per_node :: ranks_per_node])
         inside = _group(ep_ranks[node : node + ranks_per_node])
-    return ExpertGroups(group, _group(ep_ranks), _group(ranks[rank % ep_size :: ep_size]), across, inside, tp_group)
+    return ExpertGroups(group, _group(ep_ranks), _group(ranks[rank % ep_size :: ep_size]), across, inside)
 
 
 def _group(ranks: list[int]) -> Group:
@@ -93,51 +84,44 @@ class ExpertParallel(ModelEngine):
     Raises   ValueError on every rank if one brings more micro-batches than another, or none has a token
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: ExpertGroups,
-        layout: ExpertLayout,
-        residual: ReplicatedResidual | ShardedResidual | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, groups: ExpertGroups, layout: ExpertLayout) -> None:
         super().__init__(module)
-        self.groups, self.layout, self.residual, self.loss_group = groups, layout, residual, groups.dp
-        self.norm_groups = (groups.dp,) if groups.tp is None else (groups.dp, groups.tp)
-        self.replica_group = None if residual is None else tensor.replica_group_of(module.config, residual.group)
+        self.groups, self.layout, self.loss_group, self.norm_groups = groups, layout, groups.dp, (groups.dp,)
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
-        return count_tokens(self, micro_batches)
+        """The tokens of all ranks in this step.
 
-    def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-        if self.groups.tp is None:
-            return super().token_losses(x_BS, y_BS)
-        return vocab_cross_entropy(self(x_BS), y_BS, self.module.embed.first, self.groups.tp)
+        Bytes    sent per rank: 16 (dp - 1)
+        """
+        device = next(self.parameters()).device
+        mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
+        tokens, counts = comm.all_gather(mine, self.groups.dp).unbind(1)
+        if counts.min() != counts.max():
+            raise ValueError(
+                f"ranks bring {counts.tolist()} micro-batches; all must bring equally many, for experts wait for every "
+                "rank's rows: add micro-batches with 0 rows where there are fewer"
+            )
+        if tokens.sum() == 0:
+            raise ValueError("no rank brings a token; give at least one micro-batch with a row")
+        return int(tokens.sum())
 
     def finish(self) -> None:
-        _sum_over_ranks(self)
+        """Gradients of experts over the ranks that have the same ones, of everything else over all.
+
+        Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
+        """
+        groups, experts = self.groups, my_experts(self)
+        sum_gradients([param for param in self.parameters() if param not in experts], groups.dp)
+        if groups.expert_dp.size() > 1:
+            sum_gradients([param for param in self.parameters() if param in experts], groups.expert_dp)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
-        groups, experts, cuts = self.groups, my_experts(self), cuts_of(self)
-        for name, param in trainable(self.module):
-            copies = groups.expert_dp.size() if param in experts else groups.dp.size()
-            if groups.tp is not None:
-                copies *= cuts[name].copies if name in cuts else groups.tp.size()
-            yield param, copies
+        experts = my_experts(self)
+        for _, param in trainable(self.module):
+            yield param, (self.groups.expert_dp if param in experts else self.groups.dp).size()
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """First over tp, a matrix from its parts, then over ep: each rank's experts, of which I know my own number."""
-        cuts, groups, whole = cuts_of(self), self.groups, {}
-        for name, x in super().whole(tensor_of).items():
-            x = cuts[name].whole(x, groups.tp) if name in cuts else x
-            expert = re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name)
-            if expert is None:
-                whole[name] = x
-                continue
-            before, number, after = expert.groups()
-            place = int(number) % self.layout.experts_per_rank
-            for ep_rank, of_rank in enumerate(comm.all_gather(x[None].contiguous(), groups.ep)):
-                whole[f"{before}{ep_rank * self.layout.experts_per_rank + place}{after}"] = of_rank.clone()
-        return whole
+        return put_together(self.config, super().whole(tensor_of), {}, self.groups.dp)
 
 
 def build(
@@ -146,39 +130,24 @@ def build(
     ep_size: int | None = None,
     method: str = "plain",
     ranks_per_node: int | None = None,
-    tp_group: Group | None = None,
-    sequence_parallel: bool = False,
 ) -> ExpertParallel:
     """Cuts the model in place; returns the engine. Every rank brings the same weights: `model.build` with one seed.
 
     ep_size: over how many neighbours experts are spread; without it over the whole group
     method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in traffic/routing.py
-    sequence_parallel: with tp_group, its ranks have their own tokens between blocks
     Bytes    none
-    Raises   ValueError if model or groups do not allow it, before anything is sent or changed
+    Raises   ValueError if model or group do not allow it, before anything is sent or changed
     """
     dp_size = check_group(group, "build").size()
-    tp_size = 1 if tp_group is None else check_group(tp_group, "build").size()
-    if sequence_parallel and tp_group is None:
-        raise ValueError(
-            "sequence_parallel=True cuts what tensor parallelism leaves whole, but tp_group is None; give one"
-        )
-    layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, tp_size, ranks_per_node, method)
+    layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, 1, ranks_per_node, method)
     _check_experts(model)
-    if tp_group is not None:
-        tensor.check_shardable(model, tp_group)
-
     per_node = layout.ranks_per_node if method == "once_per_node" else None
-    groups = expert_groups(group, layout.ep_size, per_node, tp_group)
+    groups = expert_groups(group, layout.ep_size, per_node)
     for moe in moe_layers(model):
         keep_my_experts(moe, layout, groups.ep.rank())
         moe.run_experts = runner(method, groups)
         moe.sum_load = partial(sum_over, groups=(group,))
-    residual = None
-    if tp_group is not None:
-        residual = ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group)
-        cut_over_tp(model, residual)
-    return ExpertParallel(model, groups, layout, residual)
+    return ExpertParallel(model, groups, layout)
 
 
 def _check_experts(model: nn.Module) -> None:
@@ -218,42 +187,6 @@ def sum_over(tokens_E: Tensor, groups: Iterable[Group]) -> Tensor:
     return tokens_E
 
 
-# --- the loss, and what is summed over whom
-
-
-def count_tokens(engine: ExpertParallel, micro_batches: MicroBatches) -> int:
-    """The tokens of all ranks in this step.
-
-    Bytes    sent per rank: 16 (dp - 1)
-    """
-    device = next(engine.parameters()).device
-    mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
-    tokens, counts = comm.all_gather(mine, engine.groups.dp).unbind(1)
-    if counts.min() != counts.max():
-        raise ValueError(
-            f"ranks bring {counts.tolist()} micro-batches; all must bring equally many, for experts wait for every "
-            "rank's rows: add micro-batches with 0 rows where there are fewer"
-        )
-    if tokens.sum() == 0:
-        raise ValueError("no rank brings a token; give at least one micro-batch with a row")
-    return int(tokens.sum())
-
-
 def my_experts(engine: nn.Module) -> set[nn.Parameter]:
     """The parameters of the experts that this rank has."""
     return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}
-
-
-def _sum_over_ranks(engine: ExpertParallel) -> None:
-    """Gradients of experts over the ranks that have the same ones, of everything else over all.
-
-    Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
-    """
-    groups, experts = engine.groups, my_experts(engine)
-    if groups.tp is not None:
-        tensor.sum_replicas(engine)
-        if isinstance(engine.residual, ShardedResidual):
-            sum_gradients(of_my_tokens(engine), groups.tp)
-    sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
-    if groups.expert_dp.size() > 1:
-        sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)

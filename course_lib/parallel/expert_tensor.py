@@ -17,7 +17,7 @@ one all-gather and one reduce-scatter, and nothing inside is summed:
     shared experts        an all-reduce of their own             in the same sum
     gradients of x and    all-reduced before they reach          of my part of the outputs alone, until the
     of chosen weights     the router                             reduce-scatter
-    router's gradient     whole on every rank                    a part of a sum: `sequence.of_my_tokens` has it
+    router's gradient     whole on every rank                    a part of a sum: of the kind norms (sums.py)
     auxiliary loss        the same on every rank, counts once    would count tp times: each takes 1 / tp of its gradient
 """
 
@@ -30,9 +30,8 @@ from course_lib.comm.conjugate import InFlight, copy_in, scatter_sum, sum_out
 from course_lib.config import ModelConfig
 from course_lib.model.moe import MoE, Routing
 from course_lib.parallel import tensor
-from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual
+from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import SEQUENCE, ShardedResidual
-from course_lib.parallel.vocabulary import VocabEmbedding
 
 _Residual = ReplicatedResidual | ShardedResidual
 
@@ -48,17 +47,8 @@ class PartialResidual(ReplicatedResidual):
         return InFlight(None, lambda: grad_partial)
 
 
-def cut_over_tp(model: nn.Module, residual: _Residual) -> None:
-    """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
-    model.embed = VocabEmbedding(model.embed, residual)
-    for block in model.blocks:
-        cut_block(block, residual, model.config)
-    model.head = ColumnLinear(model.head, residual)
-    model.tie()
-
-
 def cut_block(block: nn.Module, residual: _Residual, config: ModelConfig, folded: bool = False) -> None:
-    """The matrices of one block, with experts or without; folded: experts stay whole."""
+    """The matrices of one block, with experts or without; folded: experts stay whole. Routers are, as norms are."""
     tensor.cut_attention(block.attention, residual, config)
     if not isinstance(block.mlp, MoE):
         tensor.shard_mlp(block.mlp, residual)

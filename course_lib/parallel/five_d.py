@@ -56,6 +56,7 @@ from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import copies_of, owned, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.parallel.whole import put_together
+from course_lib.training.chunked_loss import ChunkedLoss
 from course_lib.training.precision import accumulate_in_fp32
 
 # --- a model on a layout
@@ -66,7 +67,10 @@ class FiveD(nn.Module, Engine):
 
     data_engines   of each stage what sums its gradients over data: ZeRO, or with zero_stage 0 buckets; none where the
                    layout gives a stage to one rank alone
+    loss_chunks    head and loss go over this rank's tokens in so many parts; above 1 for tp 1 alone
     """
+
+    loss_chunks = 1
 
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
         super().__init__()
@@ -295,15 +299,23 @@ class CutStageRunner(StageRunner):
         """My tokens of whole sequences."""
         return x_BS if self.engine.layout.cp == 1 else x_BS[:, self.engine.positions(x_BS.shape[1]).to(x_BS.device)]
 
-    def forward(self, stage: int, x: Tensor, x_BS: Tensor) -> Tensor:
+    def forward(self, stage: int, x: Tensor, x_BS: Tensor, y_BS: Tensor) -> Tensor:
         positions_s = self.engine.positions(x_BS.shape[1]).to(x_BS.device)
         if self.engine.layout.sequence_parallel:
             self.engine.residual.seq_len = len(positions_s)
         name = str(stage)
         run = self.engine.data_engines[name] if name in self.engine.data_engines else self.engine.stages[name]
-        return run(self.mine(x) if stage == 0 else x, positions_s)
+        loss_of = partial(self.chunked_losses, self.mine(y_BS)) if self.engine.loss_chunks > 1 else None
+        return run(self.mine(x) if stage == 0 else x, positions_s, loss_of)
+
+    def chunked_losses(self, y_Bs: Tensor, x_BsD: Tensor, w_VD: Tensor) -> Tensor:
+        """The mean loss of my tokens, once for each of them."""
+        chunk = -(-y_Bs.numel() // self.engine.loss_chunks)
+        return ChunkedLoss.apply(x_BsD.flatten(0, 1), w_VD, y_Bs.flatten(), chunk).expand(y_Bs.shape)
 
     def token_losses(self, logits: Tensor, y_BS: Tensor) -> Tensor:
+        if self.engine.loss_chunks > 1:
+            return logits  # losses already
         y_Bs, tp_group = self.mine(y_BS), self.engine.groups.tp
         if tp_group.size() == 1:
             return super().token_losses(logits, y_Bs)

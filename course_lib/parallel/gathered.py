@@ -16,12 +16,11 @@ Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group
-from course_lib.parallel.tiles import Block, Tiling, block_attention
+from course_lib.parallel.tiles import Block
 
 
 @dataclass(frozen=True)
@@ -55,25 +54,3 @@ class SumAtOnce:
 
     def total(self) -> Tensor:
         return comm.reduce_scatter(self.shares_PBKsU, self.group).squeeze(0)
-
-
-def gathered_attention(
-    q_BNsH: Tensor,
-    k_BKsH: Tensor,
-    v_BKsH: Tensor,
-    group: Group,
-    sequence_sharding: str = "zigzag",
-    causal: bool = True,
-    merge_dtype: torch.dtype | None = None,
-    kernel: str = "fused",
-) -> Tensor:
-    """As `ring.ring_attention`, with all keys and values gathered at once.
-
-    Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH
-    Bytes    sent per rank: (cp - 1) * 2 B K s H * itemsize forward;
-             as many again backward, and (cp - 1) * 2 B K s H * (itemsize of merge_dtype)
-    Raises   ValueError for shapes or words that do not fit, before anything is sent
-    """
-    return block_attention(
-        q_BNsH, k_BKsH, v_BKsH, Gathered(group), Tiling(sequence_sharding, causal, kernel, merge_dtype)
-    )

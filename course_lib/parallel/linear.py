@@ -20,20 +20,18 @@ Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, start_gather, sum_out
+from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, sum_out
 from course_lib.layout.partition import piece_sizes
 from course_lib.parallel.data import record_when_done
 from course_lib.parallel.engine import Trace, compute_span
-from course_lib.span import Span
 
 # --- where the columns begin and the rows end
 
@@ -76,13 +74,7 @@ def traced(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InF
     return in_flight
 
 
-@contextmanager
-def communication_span(trace: Trace | None, name: str) -> Iterator[None]:
-    """Records what runs inside, a communication that is waited for at once."""
-    start_s = time.perf_counter()
-    yield
-    if trace is not None:
-        trace.append(Span(dist.get_rank(), "communication", name, start_s, time.perf_counter()))
+communication_span = partial(compute_span, lane="communication")  # around one that is waited for at once
 
 
 # --- columns and rows
@@ -108,13 +100,6 @@ class Cut:
 
     def part(self, whole: Tensor, tp_rank: int) -> Tensor:
         return my_piece(whole, tp_rank // self.copies, self.tp_size // self.copies, self.dim)
-
-    def whole(self, part: Tensor, group: Group) -> Tensor:
-        """The tensor that the ranks' parts come from: an all-gather."""
-        if self.copies == 1:
-            return start_gather(part, group, self.dim, self.size).wait()
-        parts = start_gather(part, group, self.dim).wait().chunk(self.tp_size, self.dim)
-        return torch.cat(parts[:: self.copies], self.dim)
 
 
 def cut_parameter(whole: nn.Parameter, cut: Cut, group: Group) -> nn.Parameter:

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.parallel.channels import Pair, connect, pairs_of
-from course_lib.parallel.engine import Engine, MicroBatches
+from course_lib.parallel.engine import Engine, MicroBatches, check_micro_batches
 from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients
+from course_lib.parallel.whole import put_together
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
@@ -72,7 +73,6 @@ class Pipeline(nn.Module, Engine):
         self.schedule_of, self.norm_groups, self.loss_group = schedule_of, (group,), group
         self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
         self.dtype = next(model.parameters()).dtype
-        self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
         mine = first.stages_of_rank(group.rank())
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers_of_stage) for stage in mine})
         self.delayed: dict[int, DelayedWeightGradients] = {}
@@ -90,12 +90,9 @@ class Pipeline(nn.Module, Engine):
         return ((param, 2 if param is tied else 1) for param in self.parameters() if param.requires_grad)
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """All ranks' tensors, gathered: the slow and simple way."""
         tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
-        gathered = comm.all_gather_tensors({n: x for n, x in tensors.items() if x is not None}, self.group)
-        device = next(self.parameters()).device
-        together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
-        return {name: together[name] for name in self.names if name in together}
+        found = {name: x for name, x in tensors.items() if x is not None}
+        return put_together(self.config, found, {}, self.group)
 
     @property
     def num_stages(self) -> int:
@@ -217,22 +214,6 @@ def execute(engine: Pipeline, micro_batches: MicroBatches, runner: StageRunner) 
     loss = executor.run()
     engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
     return loss
-
-
-def check_micro_batches(engine: Pipeline, micro_batches: MicroBatches) -> None:
-    """Raises ValueError if there is none, or one that does not fit, on every rank alike."""
-    if len(micro_batches) == 0:
-        raise ValueError("there are no micro-batches; give a list of one (x_BS, y_BS) or more")
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
-            raise ValueError(
-                f"micro-batch {index} has inputs {tuple(x_BS.shape)} and targets {tuple(y_BS.shape)}; "
-                "both must be B x S, alike"
-            )
-        if engine.config.family == "gpt" and x_BS.shape[1] > engine.config.max_seq_len:
-            raise ValueError(
-                f"micro-batch {index} has {x_BS.shape[1]} tokens; max_seq_len is {engine.config.max_seq_len}"
-            )
 
 
 def sum_tied(engine: Pipeline) -> None:

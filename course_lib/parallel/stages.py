@@ -9,17 +9,19 @@ called so wherever it is. A model on the meta device can be cut as well: then no
 `skeleton` makes one that has only the layers of some stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
+from course_lib.layout.check import FAMILIES
 from course_lib.layout.partition import even_layers
 from course_lib.model import CLASSES, rope_tables
+from course_lib.validate import one_of
 
-FAMILIES = ("llama", "gpt")
+LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class Layers(nn.ModuleDict):
@@ -30,6 +32,8 @@ class Layers(nn.ModuleDict):
 
 class Stage(nn.Module):
     """Some layers of a model. The first stage takes tokens, the last gives logits, what lies between is x_BSD.
+
+    With `loss_of` the last gives what it makes of (x_BSD behind the norm, the head's weight): losses without logits.
 
     Shapes   tokens_BS or x_BSD -> x_BSD or logits_BSV
     """
@@ -46,7 +50,7 @@ class Stage(nn.Module):
         if is_last:
             self.norm, self.head = model.norm, model.head
 
-    def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions_S: Tensor | None = None, loss_of: LossOf | None = None) -> Tensor:
         if positions_S is None:
             positions_S = torch.arange(x.shape[1], device=x.device)
         if self.is_first:
@@ -57,7 +61,9 @@ class Stage(nn.Module):
                 x = checkpoint(block, x, *tables, use_reentrant=False)
             else:
                 x = block(x, *tables)
-        return self.head(self.norm(x)) if self.is_last else x
+        if not self.is_last:
+            return x
+        return self.head(self.norm(x)) if loss_of is None else loss_of(self.norm(x), self.head.weight)
 
     def embed_tokens(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
         if self.config.family == "gpt":
@@ -94,8 +100,7 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
 
     Raises   ValueError if the model cannot be cut so, naming what would do
     """
-    if config.family not in FAMILIES:
-        raise ValueError(f"family is {config.family!r}; pipelines here know {', '.join(FAMILIES)}")
+    one_of("family", config.family, FAMILIES)
     if num_stages > config.num_layers:
         raise ValueError(
             f"num_stages ({num_stages}) must not exceed num_layers ({config.num_layers}): each stage needs a layer; "

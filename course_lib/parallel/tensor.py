@@ -29,15 +29,17 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
+from course_lib.layout.check import FAMILIES
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.model.gpt import Dropout
 from course_lib.model.llama import RMSNorm
 from course_lib.parallel.engine import ModelEngine, Trace, trainable
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.parallel.whole import put_together
 from course_lib.training.precision import gradient_of
+from course_lib.validate import one_of
 
-FAMILIES = ("llama", "gpt")
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
 
 
@@ -68,8 +70,8 @@ class TensorParallel(ModelEngine):
         return ((param, cuts[name].copies if name in cuts else tp_size) for name, param in trainable(self.module))
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        cuts, found = cuts_of(self.module), super().whole(tensor_of)
-        return {name: cuts[name].whole(x, self.residual.group) if name in cuts else x for name, x in found.items()}
+        cuts, group = cuts_of(self.module), self.residual.group
+        return put_together(self.config, super().whole(tensor_of), cuts, group, group.rank())
 
 
 def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> TensorParallel:
@@ -165,8 +167,7 @@ def replica_group_of(config: ModelConfig, group: Group) -> Group | None:
 def check_shardable(model: nn.Module, group: Group) -> None:
     """Raises ValueError for what cannot be cut: family, heads, too few features or tokens, layers already replaced."""
     config, tp_size = model.config, check_group(group, "build").size()
-    if config.family not in FAMILIES:
-        raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
+    one_of("family", config.family, FAMILIES)
     check_heads(config.num_heads, config.num_kv_heads, tp_size)
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:

@@ -32,6 +32,7 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, Tile, tile
 from course_lib.model.attention import filled_up
 from course_lib.parallel.engine import Trace, compute_span
+from course_lib.validate import one_of
 
 Block = tuple[int, Tensor]  # whose keys and values they are, and kv_BKsU
 
@@ -325,12 +326,8 @@ def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Ex
 
 def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, tiling: Tiling) -> None:
     """Raises ValueError for words that are not known, and shapes that do not belong together."""
-    if tiling.sequence_sharding not in SEQUENCE_SHARDINGS:
-        raise ValueError(
-            f"sequence_sharding is {tiling.sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}"
-        )
-    if tiling.kernel not in KERNELS:
-        raise ValueError(f"kernel is {tiling.kernel!r}; choose from {', '.join(KERNELS)}")
+    one_of("sequence_sharding", tiling.sequence_sharding, SEQUENCE_SHARDINGS)
+    one_of("kernel", tiling.kernel, tuple(KERNELS))
     shapes = [tuple(x.shape) for x in (q_BNsH, k_BKsH, v_BKsH)]
     (B, N, s, H), (_, K, _, _) = (shape if len(shape) == 4 else (0, 0, 0, 0) for shape in shapes[:2])
     if K == 0 or N % K or shapes[1] != (B, K, s, H) or shapes[2][:-1] != (B, K, s):

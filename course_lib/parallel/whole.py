@@ -13,7 +13,7 @@ from course_lib.parallel.linear import Cut
 
 
 def put_together(
-    config: ModelConfig, mine: dict[str, Tensor], cuts: dict[str, Cut], group: Group, tp_rank: int
+    config: ModelConfig, mine: dict[str, Tensor], cuts: dict[str, Cut], group: Group, tp_rank: int = 0
 ) -> dict[str, Tensor]:
     """All ranks' parts, gathered, then put together along the dimension that tp has cut.
 

@@ -16,4 +16,4 @@ config_files.py  a layout as other programs' files, or why one cannot do it
 from course_lib.plan.config_files import export
 from course_lib.plan.explain import explain, options_table
 from course_lib.plan.job import Job, work_out
-from course_lib.plan.search import Plan, Rejected, search
+from course_lib.plan.search import Plan, search

@@ -32,6 +32,7 @@ from typing import Literal
 from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
 from course_lib.engines import ENGINES, FILES, File
 from course_lib.estimate import Estimate
+from course_lib.hardware import nodes_of
 from course_lib.layout.partition import even_layers
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import Offload
@@ -281,7 +282,8 @@ def _accelerate_megatron(run: Run, gpus_per_node: int) -> str:
     with cp would have cp times the batch.
     """
     precision, layout = _need_megatron(run, FILES["accelerate_megatron"]), run.layout
-    world = _accelerate("MEGATRON_LM", precision["precision"], layout.world_size, _nodes(run, gpus_per_node))
+    ranks = layout.world_size
+    world = _accelerate("MEGATRON_LM", precision["precision"], ranks, nodes_of(ranks, gpus_per_node))
     return (
         f"{_in_your_script(run)}"
         "# of a Llama the plugin reads layers, width and heads alone: give the rest in other_megatron_args\n"
@@ -403,21 +405,17 @@ def accelerate_fsdp2(
     num_processes: Size,
     reshard_after_forward: bool = True,
     precision: Precision = "bf16",
-    offload_params: bool = False,
     recompute: bool = False,
-    load_on_first_rank: bool = False,
     machines: Size = 1,
 ) -> dict:
     """Accelerate's YAML for FSDP2.
 
-    wrap                 names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
-    recompute            activation checkpointing of each unit
-    load_on_first_rank   only rank 0 reads a transformers model; the others begin on the meta device
+    wrap        names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
+    recompute   activation checkpointing of each unit
     """
     if not wrap or any("," in name for name in wrap):
         raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
-    fields = {"reshard_after_forward": reshard_after_forward, "offload_params": offload_params, "recompute": recompute}
-    fields |= {"wrap": ",".join(wrap), "load_on_first_rank": load_on_first_rank}
+    fields = {"reshard_after_forward": reshard_after_forward, "recompute": recompute, "wrap": ",".join(wrap)}
     return _accelerate("FSDP", precision, num_processes, machines, **fields)
 
 
@@ -456,8 +454,9 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
     layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
     kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
-    reshard, recompute, machines = layout.zero_stage == 3, layout.recompute == "full", _nodes(run, gpus_per_node)
-    fields = accelerate_fsdp2(wrap, layout.world_size, reshard, precision, recompute=recompute, machines=machines)
+    reshard, recompute, ranks = layout.zero_stage == 3, layout.recompute == "full", layout.world_size
+    machines = nodes_of(ranks, gpus_per_node)
+    fields = accelerate_fsdp2(wrap, ranks, reshard, precision, recompute=recompute, machines=machines)
     steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
     return _in_your_script(run) + steps + _yaml(fields)
 
@@ -465,7 +464,7 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
 def _accelerate_deepspeed(run: Run, gpus_per_node: int) -> str:
     """Accelerate's YAML that leaves all to DeepSpeed's JSON."""
     _deepspeed_json(run, gpus_per_node)  # what it refuses
-    machines, layout = _nodes(run, gpus_per_node), run.layout
+    machines, layout = nodes_of(run.layout.world_size, gpus_per_node), run.layout
     fields = accelerate_deepspeed_file("deepspeed.json", layout.world_size, layout.zero_stage == 3, machines)
     return _in_your_script(run) + _yaml(fields)
 
@@ -478,19 +477,9 @@ def _in_your_script(run: Run) -> str:
 # ---- the course's own trainer
 
 
-def _nodes(run: Run, gpus_per_node: int) -> int:
-    world_size = run.layout.world_size
-    if world_size > gpus_per_node and world_size % gpus_per_node:
-        low = world_size // gpus_per_node * gpus_per_node
-        raise ValueError(
-            f"{world_size} ranks do not fill nodes of {gpus_per_node} GPUs; choose {low} or {low + gpus_per_node}"
-        )
-    return max(1, world_size // gpus_per_node)
-
-
 def _course_command(run: Run, gpus_per_node: int) -> str:
     """Return the command that starts the course's own trainer, the same on every node."""
-    nodes = _nodes(run, gpus_per_node)
+    nodes = nodes_of(run.layout.world_size, gpus_per_node)
     if run.config not in (PRESETS | MOE_PRESETS).values():
         raise ValueError(f"the course's trainer has presets alone, and {run.config.name} is none; choose a preset")
     _need(ENGINES["course"].file, run)
@@ -503,7 +492,7 @@ def _course_command(run: Run, gpus_per_node: int) -> str:
 
 def _sbatch(run: Run, gpus_per_node: int) -> str:
     """Return a batch script for Slurm: one torchrun a node, with 8 cores for each GPU."""
-    nodes, command = _nodes(run, gpus_per_node), _course_command(run, gpus_per_node)
+    nodes, command = nodes_of(run.layout.world_size, gpus_per_node), _course_command(run, gpus_per_node)
     gpus = run.layout.world_size // nodes
     return _fill("course.sbatch", run, nodes=nodes, cores=8 * gpus, gpus=gpus, command=command.rstrip())
 

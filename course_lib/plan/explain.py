@@ -98,8 +98,8 @@ def _throughput(plan: Plan) -> list[str]:
 
 def _lost(plan: Plan) -> list[str]:
     lines = ["The nearest layouts that lost:"] if plan.rejected else []
-    for rejected in plan.rejected:
-        lines += [f"   {changes(plan.best, rejected.layout)}", f"      {rejected.reason}"]
+    for layout, reason in plan.rejected:
+        lines += [f"   {changes(plan.best, layout)}", f"      {reason}"]
     return lines
 
 

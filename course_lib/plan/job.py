@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from course_lib.config import ModelConfig
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import Estimate, estimate
-from course_lib.hardware import Cluster
+from course_lib.hardware import Cluster, nodes_of
 from course_lib.layout import Layout
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
 from course_lib.memory.zero import Offload
@@ -49,12 +49,8 @@ class Job:
         check_fields(self)
         if self.recipe not in self.facts.recipes:
             object.__setattr__(self, "recipe", self.facts.recipe)
-        per_node, low = self.cluster.gpus_per_node, self.batch_tokens // self.seq_len * self.seq_len
-        if self.num_gpus > per_node and self.num_gpus % per_node:
-            down = self.num_gpus // per_node * per_node
-            raise ValueError(
-                f"num_gpus ({self.num_gpus}) must fill nodes of {per_node}; choose {down} or {down + per_node}"
-            )
+        nodes_of(self.num_gpus, self.cluster.gpus_per_node)
+        low = self.batch_tokens // self.seq_len * self.seq_len
         if self.batch_tokens != low:
             nearest = f"{low} or {low + self.seq_len}" if low else self.seq_len
             raise ValueError(

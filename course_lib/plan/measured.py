@@ -18,7 +18,7 @@ from course_lib.config import ModelConfig
 from course_lib.hardware import GB, GIB, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan.job import Job
-from course_lib.validate import Positive, Size, check_fields, checked
+from course_lib.validate import Checked, Positive, Size, checked
 
 PATH = Path(__file__).with_name("measured_runs.csv")
 SEQ_LEN, SEQUENCES = 4096, 256
@@ -30,7 +30,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class MeasuredRun(Checked):
     """A run as it was measured: mfu is 0 to 1 as nanotron counts it, memory the peak that its allocator reserved."""
 
     model: Literal[tuple(MODELS)]
@@ -38,9 +38,6 @@ class MeasuredRun:
     tokens_per_s_per_gpu: Positive
     mfu: Positive
     memory_gb: Positive
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def num_gpus(self) -> int:

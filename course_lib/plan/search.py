@@ -2,24 +2,31 @@
 
 What a step takes at least is known from the work of its layers on one stage: a pipeline cannot do it faster than evenly
 over its ranks. A search ends when no layout that is left could be faster than the slowest of its list: none that fits
-and is faster than that is missing there.
+and is faster than that is missing there. Of a layout that does not fit, the bytes that it holds at least mostly say so.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import lru_cache
+from heapq import heappop, heappush, nsmallest
 from itertools import count
 from math import gcd, inf
 
 from course_lib.estimate import Estimate, nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.states import count_parameters, recipe_of
+from course_lib.memory.activations import Part, part_of
+from course_lib.memory.backward import stage_of
+from course_lib.memory.budget import overheads_of
+from course_lib.memory.flats import placed_by
+from course_lib.memory.peak import instants
+from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.timing.exchange import numel_of_rank
+from course_lib.timing.layer import stages_of
 from course_lib.timing.step import least_waiting_slots, step_time
 from course_lib.validate import Size, checked
 
@@ -31,21 +38,13 @@ OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that ea
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """A layout that lost, and why."""
-
-    layout: Layout
-    reason: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """What was found.
 
     best       the choice among those that cannot be told from the fastest: `advised`
     ranked     the fastest that fit, fastest first; a tight one counts as 3 % slower. No faster one is missing
     front      those of them that no other beats in memory and in MFU, fastest first
-    rejected   the two layouts nearest to the best that lost, with the reason
+    rejected   the two layouts nearest to the best that lost, each with the reason
     num_tried  layouts of which it is known whether they fit
     """
 
@@ -53,7 +52,7 @@ class Plan:
     best: Estimate
     ranked: tuple[Estimate, ...]
     front: tuple[Estimate, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[tuple[Layout, str], ...]
     num_tried: int
 
     @property
@@ -78,7 +77,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     if not ranked:
         raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
-    return Plan(job, best, ranked, front(ranked), _nearest(best, ranked, lost), num_tried)
+    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
 
 
 # ------------------------------------------------------------------------------------ what stands where
@@ -124,13 +123,13 @@ def front(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
 
 
 # ------------------------------------------------------------------------------------ the search
-def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Estimate], int]:
-    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried.
+def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Layout], int]:
+    """Those that fit, ranked, as far as none is missing; those that do not fit; how many both are.
 
     A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
     is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
     """
-    found, lost, refused, num_tried, ties = [], [], [], 0, count()
+    found, lost, refused, ties = [], [], [], count()
     known_s: dict[tuple, float] = {}
     waiting: list[tuple[float, int, Layout, bool]] = []
     next_s = 0.0
@@ -138,7 +137,10 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Es
     def wait(layouts: Iterable[Layout], seconds: Callable[[Layout], float], is_shape: bool) -> None:
         for layout in layouts:
             try:
-                heapq.heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
+                if not is_shape and is_refused(job, layout):
+                    lost.append(layout)
+                else:
+                    heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
             except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
 
@@ -151,40 +153,25 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Es
     def least(shape: Layout) -> float:
         return least_s(job, shape, layers_s)
 
-    @cache
-    def fits_alone(layout: Layout) -> bool:
-        return work_out(job, layout).fits
-
-    def too_large(layout: Layout) -> bool:
-        """Whether not even one sequence a micro-batch fits; with few micro-batches gradients come later."""
-        if layout.micro_batch == 1 or layout.micro_batches <= layout.pp:
-            return False
-        sequences = layout.micro_batch * layout.micro_batches
-        return not fits_alone(replace(layout, micro_batch=1, micro_batches=sequences))
-
     wait(shapes(job), least, is_shape=True)
     while waiting:
         next_s, _, layout, is_shape = waiting[0]
         if _is_enough(sorted(map(ranked_s, found)), next_s, enough):
             break
-        heapq.heappop(waiting)
+        heappop(waiting)
         if is_shape:
-            layouts = sharded(job, layout)
-            small = [one for one in layouts if least_states(job, one) <= job.cluster.gpu.usable_bytes]
-            num_tried += len(layouts) - len(small)
-            wait(small, lambda one: sum(_seconds_of(job, one).values()), is_shape=False)
+            wait(sharded(job, layout), lambda one: sum(_seconds_of(job, one).values()), is_shape=False)
             wait(leaner(job, layout), least, is_shape=True)
-            continue
-        num_tried += 1
-        if not too_large(layout):
-            option = work_out(job, layout)
-            (found if option.fits else lost).append(option)
+        elif (option := work_out(job, layout)).fits:
+            found.append(option)
+        else:
+            lost.append(layout)
     else:
         next_s = inf
-    if refused and not num_tried:
+    if refused and not (found or lost):
         raise refused[0]
     ranked = sorted(found, key=lambda option: (ranked_s(option), option.memory_bytes))
-    return tuple(option for option in ranked if ranked_s(option) <= next_s), lost, num_tried
+    return tuple(option for option in ranked if ranked_s(option) <= next_s), lost, len(found) + len(lost)
 
 
 def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
@@ -217,37 +204,76 @@ def _seconds_of(job: Job, layout: Layout) -> dict[str, float]:
 def _layers_s(job: Job, layout: Layout) -> float:
     """Seconds of all layers on one stage, for one micro-batch."""
     among = layout.cp * (layout.tp if layout.folded else 1)
-    dp, zero_stage = layout.ep // gcd(layout.ep, among), 0 if job.offload.parameters == "device" else 3
-    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    dp = layout.ep // gcd(layout.ep, among)
+    alike = {"zero_stage": _least_zero(job), "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
     alone = replace(layout, pp=1, dp=dp, **alike)
     return sum(seconds for part, seconds in _seconds_of(job, alone).items() if part in OF_LAYERS)
 
 
-def least_states(job: Job, layout: Layout) -> float:
-    """Bytes of states that the fullest rank holds at least: an even share of what the layout divides."""
-    if job.lora is not None or job.optimizer != "adamw" or job.offload.optimizer != "device":
-        return 0.0
-    recipe, config = recipe_of(job.recipe), job.config
-    routed = _routed_parameters(config)
-    whole = (count_parameters(config) - routed + routed / layout.ep) / (layout.tp * layout.pp)
-    shard = count_parameters(config) * layout.dp_replicate / layout.world_size
-    held = recipe.param_bytes * (shard if layout.zero_stage == 3 else whole)
-    held += min(recipe.grad_bytes, recipe.param_bytes) * (shard if layout.zero_stage > 1 else whole)
-    return held + (recipe.master_bytes + recipe.moment_bytes) * (shard if layout.zero_stage else whole)
+def is_refused(job: Job, layout: Layout) -> bool:
+    """Whether a rank that may be the fullest holds more than there is, by the least that it can hold."""
+    usable = job.cluster.gpu.usable_bytes
+    return any(least_bytes(job, layout, rank, usable) > usable for rank in _full_ranks(job, layout))
 
 
-def _routed_parameters(config) -> int:
-    """Of experts that ep spreads."""
-    if config.moe is None:
-        return 0
-    return config.num_moe_layers * config.moe.num_experts * 3 * config.d_model * config.moe.d_expert
+def _full_ranks(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Of a pipeline three, as in `fullest_budget`; where an engine's log is of the first rank, that one."""
+    last = 0 if job.facts.log_first else layout.pp - 1
+    return tuple(dict.fromkeys((0, min(1, last), last)))
+
+
+def least_bytes(job: Job, layout: Layout, rank: int, enough: float = inf) -> float:
+    """Bytes that a rank holds at least: states of matrices, and with them gradients or what micro-batches saved.
+
+    enough   where states alone are more, it is these
+    """
+    recipe, offload, zero = recipe_of(job.recipe), job.offload, layout.zero_stage
+    param_bytes = recipe.param_bytes * (offload.parameters == "device")
+    is_plain = job.optimizer == "adamw" and offload.optimizer == "device"
+    optimizer_bytes = (recipe.master_bytes + recipe.moment_bytes) * is_plain
+    shape, states, gradients = replace(layout, zero_stage=_least_zero(job), dp_replicate=1), 0.0, 0.0
+    sizes = zip(_numel(job, shape, rank), (layout.shard_size, layout.expert_shard_size), strict=True)
+    for numel, ranks in () if job.lora else sizes:
+        of_stage = [numel / (ranks if zero >= stage else 1) for stage in (1, 2, 3)]
+        states += optimizer_bytes * of_stage[0] + param_bytes * of_stage[2]
+        gradients += min(recipe.grad_bytes, recipe.param_bytes) * of_stage[1]
+    if states + gradients > enough or job.facts.log_first:
+        return states + gradients
+    return states + max(gradients, _saved_bytes(job, shape, rank)) + sum(overheads_of(_part(job, shape).run).values())
+
+
+@lru_cache(maxsize=1024)
+def _part(job: Job, shape: Layout) -> Part:
+    return part_of(job.run(shape), engine=job.facts)
+
+
+@lru_cache(maxsize=4096)
+def _numel(job: Job, shape: Layout, rank: int) -> tuple[float, float]:
+    run = _part(job, shape).run
+    return numel_of_rank(run, stages_of(run, job.facts), rank)
+
+
+@lru_cache(maxsize=4096)
+def _saved_bytes(job: Job, shape: Layout, rank: int) -> int:
+    """What all micro-batches in flight saved for their backward, where it begins."""
+    stages = {stage: stage_of(_part(job, shape), stage).total for stage in placed_by(shape).stages_of_rank(rank)}
+    return max(
+        sum((now.saved[one] + (one == now.stage)) * size for one, size in stages.items())
+        for now in instants(shape, rank)
+        if now.op != "W"
+    )
+
+
+def _least_zero(job: Job) -> int:
+    """The stage of a shape: parameters that wait on the host come layer by layer."""
+    return 0 if job.offload.parameters == "device" else 3
 
 
 # ------------------------------------------------------------------------------------ where nothing fits
-def _nothing_fits(job: Job, lost: list[Estimate]) -> str:
+def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
-    leanest = min(lost or [_leanest(job)], key=lambda option: option.memory_bytes)
+    leanest = _leanest(job, lost)
     ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
     return (
         f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
@@ -256,19 +282,27 @@ def _nothing_fits(job: Job, lost: list[Estimate]) -> str:
     )
 
 
-def _leanest(job: Job) -> Estimate:
-    """Of layouts whose states alone do not fit, the one with the least of them, recomputed as far as can be."""
-    layouts = (one for shape in shapes(job) for one in sharded(job, shape))
-    layout = min(layouts, key=lambda one: (least_states(job, one), one.micro_batch))
-    return work_out(job, replace(layout, recompute=job.facts.file.recomputes[-1]))
+def _leanest(job: Job, lost: list[Layout]) -> Estimate:
+    """The layout with the least memory: none whose bound is above what was found is worked out."""
+    leanest = None
+    bounds = [max(least_bytes(job, layout, rank) for rank in _full_ranks(job, layout)) for layout in lost]
+    for least, layout in sorted(zip(bounds, lost, strict=True), key=lambda one: one[0]):
+        if leanest is not None and least >= leanest.memory_bytes:
+            break
+        leanest = min(filter(None, (leanest, work_out(job, layout))), key=lambda option: option.memory_bytes)
+    return leanest
 
 
 # ------------------------------------------------------------------------------------ what was near
-def _nearest(best: Estimate, ranked: tuple[Estimate, ...], lost: list[Estimate]) -> tuple[Rejected, ...]:
-    """Say of the two that differ in the fewest choices, of those worked out, why they lost."""
-    others = [option for option in (*ranked, *lost) if option is not best]
-    near = sorted(others, key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))[:2]
-    return tuple(Rejected(option.layout, _why(best, option)) for option in near)
+def _nearest(
+    job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
+) -> tuple[tuple[Layout, str], ...]:
+    """Say of the two that differ in the fewest choices, and of these need least memory, why they lost."""
+    layouts = [layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout]
+    most = max(nsmallest(2, (differences(best.layout, layout) for layout in layouts)), default=0)
+    near = [work_out(job, layout) for layout in layouts if differences(best.layout, layout) <= most]
+    near.sort(key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))
+    return tuple((option.layout, _why(best, option)) for option in near[:2])
 
 
 def _why(best: Estimate, option: Estimate) -> str:

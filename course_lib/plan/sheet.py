@@ -24,7 +24,7 @@ from course_lib.plan.search import search
 from course_lib.plan.techniques import techniques_of
 from course_lib.shapes import read_model
 from course_lib.traffic import sent
-from course_lib.validate import Size, check_fields, checked, read_json, show
+from course_lib.validate import Checked, Size, checked, read_json, show
 
 _HEAD = f"{'chapter, technique':30}{'holds':>9}  {'verdict':13}{'sends':>10}{'step':>10}  waits"
 _WAITS = ("tp", "cp", "ep", "bubble", "transfer", "waiting", "data")
@@ -49,7 +49,7 @@ _CUTS_WAITING = {  # what a step waits for most -> what makes it less
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Checked):
     """What a learner trains, in words, as the file has it.
 
     model          a preset's name, or a Hugging Face config.json
@@ -66,9 +66,6 @@ class Choice:
     seq_len: Size = 8192
     batch_tokens: Size = 2**20
     decided: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def job(self, gpus: int | None = None) -> Job:
         """Return it as the planner takes it; with other GPUs, all else the same.
@@ -150,7 +147,7 @@ class Sheet:
         job, decided = self.choice.job(), self.choice.decided
         return work_out(job, Layout.parse(decided[-1])) if decided else search(job).best
 
-    def judge(self, layout: Layout) -> str:
+    def compare_with_fastest(self, layout: Layout) -> str:
         """Say whether a layout fits the job, and which share of the fastest layout's speed it reaches.
 
         Raises   ValueError if the job cannot be trained so, or no layout fits

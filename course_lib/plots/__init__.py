@@ -20,7 +20,7 @@ pipeline.py      show_schedule, show_schedules, show_messages, show_trace, show_
                  show_stages_of_model
 experts.py       show_load, show_balance, show_parameters, show_rows_per_expert, show_traffic
 holdings.py      which share of each part of a model the ranks of a layout hold
-five_d_costs.py  show_pipeline_memory, show_costs
+five_d_costs.py  show_pipeline_memory, show_costs; show_block: every collective of a block; step_spans: blocks in time
 choosing.py      show_options, show_front, show_by_memory, show_waiting, show_losses, show_predicted, show_scaling,
                  show_checkpoint_interval
 cheat_sheet.py   docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -34,14 +33,6 @@ LETTERS = (
     "N parameters, L layers, D width, S sequence, V vocabulary, m micro-batches, p stages, n ranks; bytes and FLOPs "
     "are computed, times modelled"
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """A box of the sheet: its title, and lines of (what, how much or how)."""
-
-    title: str
-    lines: tuple[tuple[str, str], ...]
 
 
 def _states() -> Iterator[tuple[str, str]]:
@@ -133,14 +124,14 @@ def _scales() -> Iterator[tuple[str, str]]:
         yield link(key).name, f"{link(key).bytes_per_s / 1e9:.3g} GB/s a GPU and direction"
 
 
-def sheet() -> list[Part]:
-    """Return the sheet's boxes, with every number worked out."""
+def sheet() -> dict[str, list[tuple[str, str]]]:
+    """Return the sheet's boxes by their titles: lines of (what, how much or how), with every number worked out."""
     parts = {
         "States (parameters + gradients + optimizer)": _states(), "Activations (BF16, FlashAttention)": _activations(),
         "Work": _work(), "Collectives: what a rank sends": _messages(), "What each axis sends": _sends(),
         "Bubbles": _bubbles(), "When which axis": _WHEN, "Scales": _scales(),
     }  # fmt: skip
-    return [Part(title, tuple(lines)) for title, lines in parts.items()]
+    return {title: list(lines) for title, lines in parts.items()}
 
 
 def draw() -> Figure:
@@ -149,9 +140,9 @@ def draw() -> Figure:
     figure.text(0.05, 0.965, "Training on many GPUs: one page", fontsize=15, weight="bold")
     figure.text(0.05, 0.951, LETTERS, fontsize=6.5, color="#595959")
     y = 0.93
-    for part in sheet():
-        figure.text(0.05, y, part.title, fontsize=9, weight="bold", color="#0072B2")
-        for what, how in part.lines:
+    for title, lines in sheet().items():
+        figure.text(0.05, y, title, fontsize=9, weight="bold", color="#0072B2")
+        for what, how in lines:
             y -= 0.0152
             figure.text(0.06, y, what, fontsize=7)
             figure.text(0.36, y, how, fontsize=7)

@@ -139,12 +139,6 @@ def labelled_box(
     return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
 
 
-def bare(axes, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
-    """Leave nothing of the axes but their limits: a drawing has no scale."""
-    axes.set(xlim=xlim, ylim=ylim, xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
-
-
 def draw_arrows(axes, ends: Iterable[tuple[Place, Place]], color: str = "#444444", **look) -> None:
     """Draw arrows from one place to another; look as FancyArrowPatch has it."""
     look = {"arrowstyle": "-|>", "mutation_scale": 10, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0} | look

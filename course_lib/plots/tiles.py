@@ -23,7 +23,6 @@ class Tile:
 
 EMPTY = Tile(look={"edgecolor": NEUTRAL_COLOR, "linestyle": ":", "linewidth": 0.8})  # a place where nothing is
 OUTLINED = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3}
-HATCHED = {"hatch": "//"}
 
 TileRow = Sequence[Tile | float]  # from left to right; a number is so much room
 

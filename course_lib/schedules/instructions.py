@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from course_lib.validate import Index, Size, check_fields, checked
+from course_lib.validate import Checked, Index, Size, checked
 
 OPS = ("F", "B", "I", "W")
 
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Checked):
     """What each of pp ranks computes, in order, and which rank has which stage.
 
     `pairs` are forwards that a GPU may run at once with the backward behind them in the list (DualPipeV alone).
@@ -47,9 +47,6 @@ class Schedule:
     rank_of_stage: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...] = field(repr=False)
     pairs: frozenset[Instruction] = field(default=frozenset(), repr=False)
-
-    def __post_init__(self):
-        check_fields(self)
 
     @property
     def num_stages(self) -> int:

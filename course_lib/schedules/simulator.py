@@ -16,13 +16,13 @@ from functools import cached_property, lru_cache
 from course_lib.schedules.check import check, runnable_order
 from course_lib.schedules.instructions import OPS, Instruction, Schedule
 from course_lib.span import Span
-from course_lib.validate import Amount, Positive, check_fields, checked
+from course_lib.validate import Amount, Checked, Positive, checked
 
 _PerStage = Amount | Sequence[Amount]
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(Checked):
     """Seconds of each kind of work, each a number or one a stage; transfer_s is from a stage to the next, or back.
 
     The whole backward B takes input_backward_s + weight_backward_s. With v stages a rank, a stage is 1 / v of a rank's
@@ -35,9 +35,6 @@ class Costs:
     weight_backward_s: _PerStage = 1.0
     transfer_s: _PerStage = 0.0
     pair_s: Amount | None = None
-
-    def __post_init__(self):
-        check_fields(self)
 
     def seconds(self, instruction: Instruction) -> float:
         """What the instruction takes."""

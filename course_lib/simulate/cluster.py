@@ -141,6 +141,7 @@ def simulate_rank(
     ):
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
         engine = five_d.build(config, layout, fill=_fill_with_nothing, **options)
+        engine.loss_chunks = run.loss_chunks
         optimizer = engines.make_optimizer(engine)
         if run.recipe == "bf16":  # moments in BF16, no FP32 copy
             optimizer = torch.optim.AdamW(optimizer.param_groups)
@@ -178,7 +179,6 @@ def check_engine(run: Run) -> None:
             f"optimizer {run.optimizer}": run.optimizer != "adamw",
             "offload": run.offload != Offload(),
             "FP8": run.fp8,
-            "a loss in chunks": run.loss_chunks > 1,
             "recomputation of operators": run.operators,
         }.items()
         if is_asked

@@ -41,7 +41,6 @@ from course_lib.timing.data import (
     crossing_s,
     dp_step_s,
     dp_throughput,
-    offload_s,
     tokens_that_hide_a_gather,
 )
 from course_lib.timing.rates import FLASH_ATTENTION_3, RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s

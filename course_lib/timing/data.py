@@ -66,27 +66,10 @@ def crossing_s(
 
     Each GPU has a PCIe link of its own. A drive's rate is divided among `ranks_per_drive`: it is the node's, not the
     GPU's. Latency is left out: pieces are megabytes. One rate serves both directions; many drives write at half the
-    rate at which they read.
+    rate at which they read. One after the other they take the sum; at best, the arithmetic on the host aside, as long
+    as the slowest link: PCIe carries both directions at once, a drive reads and writes by turns.
 
     Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
     """
     to_host, to_disk = link(pcie).bytes_per_s, link(drive).bytes_per_s / ranks_per_drive
     return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}
-
-
-def offload_s(
-    link_bytes: Mapping[str, Bytes],
-    pcie: str = "pcie4",
-    drive: str = "nvme",
-    ranks_per_drive: Size = 1,
-    overlap: bool = False,
-) -> float:
-    """Seconds that one step's crossings take one after the other; with `overlap` those of the slowest link alone.
-
-    PCIe carries both directions at once, a drive reads and writes by turns. Left out: the arithmetic on the host, and
-    what the step itself would hide.
-    """
-    seconds = crossing_s(link_bytes, pcie, drive, ranks_per_drive)
-    if not overlap:
-        return sum(seconds.values())
-    return max(seconds["device to host"], seconds["host to device"], seconds["disk to host"] + seconds["host to disk"])

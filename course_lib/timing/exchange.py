@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from course_lib.config import ModelConfig
@@ -10,8 +11,9 @@ from course_lib.memory.budget import states_of
 from course_lib.memory.flats import placed_by
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
+from course_lib.run import Run
 from course_lib.timing.collectives import ranks_in_a_node
-from course_lib.timing.data import offload_s
+from course_lib.timing.data import crossing_s
 from course_lib.timing.layer import Case, Times, network_s, stages_of
 from course_lib.traffic.data import flat_calls
 
@@ -28,7 +30,7 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
     layout, zero_stage = case.run.layout, _zero_stage(case)
     seconds = {"gradients": 0.0, "parameters": 0.0, "after": 0.0}
-    for experts, numel in enumerate(_numel_of_rank(case, pp_rank)):
+    for experts, numel in enumerate(numel_of_rank(case.run, stages_of(case.run, case.engine), pp_rank)):
         axis = layout.shard_axes[experts]
         ranks = layout.expert_shard_size if experts else layout.shard_size
         for call in flat_calls(case.run, round(numel), ranks, zero_stage):  # all buckets as one
@@ -67,10 +69,9 @@ def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str)
     return network_s(case.cluster, collective, size, ranks, per_node, case.rates.network_share)
 
 
-def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
-    """Parameters of one rank: of all but experts, and of experts."""
-    layout, config = case.run.layout, case.run.config
-    layers = stages_of(case.run, case.engine)
+def numel_of_rank(run: Run, layers: Sequence[int], pp_rank: int) -> tuple[float, float]:
+    """Numbers of the matrices of one rank: of all but experts, and of experts; `layers` of each stage."""
+    layout, config = run.layout, run.config
     mine = placed_by(layout).stages_of_rank(pp_rank) if layout.stages_per_rank > 1 else (pp_rank,)
     dense, experts = 0, 0
     for stage in mine:
@@ -101,5 +102,5 @@ def update_s(case: Case) -> float:
     parameters = 0.0 if run.lora else parameters / (layout.tp * layout.pp)
     seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
     if run.offload.optimizer != "device" or run.offload.parameters != "device":
-        seconds += offload_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches))
+        seconds += sum(crossing_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches)).values())
     return seconds

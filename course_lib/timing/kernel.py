@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from course_lib.hardware import GPU, peak_flops
 from course_lib.timing.rates import roofline_s
-from course_lib.validate import Amount, Bytes, Positive, Size, check_fields, checked
+from course_lib.validate import Amount, Bytes, Checked, Positive, Size, checked
 
 
 @checked
@@ -45,7 +45,7 @@ def three_kernel_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, i
 
 
 @dataclass(frozen=True)
-class Roof:
+class Roof(Checked):
     """A kernel under the roofline of a GPU, with bf16 products: modelled, with peak rates.
 
     intensity   FLOP a byte
@@ -56,9 +56,6 @@ class Roof:
     gpu: GPU
     flops: Amount
     num_bytes: Positive
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def intensity(self) -> float:
@@ -78,7 +75,7 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Multiprocessor:
+class Multiprocessor(Checked):
     """What the programs on one multiprocessor (SM) share, what one of them may have, and how many a GPU has.
 
     count         SMs of a GPU
@@ -97,9 +94,6 @@ class Multiprocessor:
     threads: Size = 2048
     reserved_bytes: Bytes = 1024  # of shared memory, for each program
     lanes_bytes: Size = 128
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 HOPPER = Multiprocessor("Hopper")

@@ -22,6 +22,7 @@ from course_lib.flops import (
     mlp_parameters,
 )
 from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
 from course_lib.memory.zero import Offload
@@ -101,11 +102,6 @@ def stages_of(run: Run, engine: EngineFacts) -> list[int]:
     return layers_of(run.config, run.layout)
 
 
-def layer_times(case: Case, experts: bool) -> Times:
-    """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
-    return _cached_layer(known(case), experts)
-
-
 _OF_A_LAYER = (
     "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
     "expert_method", "order", "folded",
@@ -126,15 +122,17 @@ _OF_CALLS = len(_OF_A_LAYER) + 4  # of a key: what calls depend on
 def known(case: Case, *more) -> Known:
     """A case by what its layers depend on, and by what else is given."""
     run, layout = case.run, case.run.layout
-    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if layout.ep > 1 else 1)
+    far_apart = layout.ep > 1 and layout.order != AXES  # else neighbours share experts, however many ranks there are
+    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if far_apart else 1)
     of_run = (run.config, run.seq_len, run.recipe)
-    rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1, layout.schedule in case.engine.hides_ep)
-    rest += (case.nodes, case.cluster, case.engine, case.rates)
+    rest = (run.attention, run.lora, run.fp8, run.operators, layout.schedule in case.engine.hides_ep)
+    rest += (layout.pp > 1 and case.slowness > 0, case.nodes, case.cluster, case.engine, case.rates)
     return Known((*of_layout, *of_run, *rest, *more), case)
 
 
 @lru_cache(maxsize=8192)
-def _cached_layer(known: Known, experts: bool) -> Times:
+def layer_times(known: Known, experts: bool) -> Times:
+    """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
     case = known.of
     run, layout, engine = case.run, case.run.layout, case.engine
     config = _one_layer(run.config, experts)
@@ -202,7 +200,7 @@ def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
 def runs_ahead(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)
-    layer = layer_times(case, experts=run.config.moe is not None)
+    layer = layer_times(known(case), experts=run.config.moe is not None)
     least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
     return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** _ROUNDING)
 
@@ -221,12 +219,8 @@ def _least_s(case: Case) -> float:
     return least_s
 
 
-def ends_times(case: Case, first: bool, last: bool) -> Times:
-    return _cached_ends(known(case), first, last)
-
-
 @lru_cache(maxsize=8192)
-def _cached_ends(known: Known, first: bool, last: bool) -> Times:
+def ends_times(known: Known, first: bool, last: bool) -> Times:
     """Embedding and head: the head's products stay in BF16, whatever the layers compute in."""
     case = known.of
     run, layout, config = case.run, case.run.layout, case.run.config

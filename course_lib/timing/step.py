@@ -245,15 +245,15 @@ _SPENT = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
 def _stage_times(case: Case) -> list[Times]:
     """The times of each stage: so many dense layers, so many with experts, and the two ends."""
     layers = stages_of(case.run, case.engine)
-    config, found, before, last = case.run.config, [], 0, len(layers) - 1
+    config, key, found, before, last = case.run.config, known(case), [], 0, len(layers) - 1
 
     @cache
     def times_of(dense: int, moe: int, first: bool, last: bool) -> Times:
         times = Times()
         for number, experts in ((dense, False), (moe, True)):
             if number:
-                times = times.plus(layer_times(case, experts), number)
-        return times.plus(ends_times(case, first, last)) if first or last else times
+                times = times.plus(layer_times(key, experts), number)
+        return times.plus(ends_times(key, first, last)) if first or last else times
 
     for stage, count in enumerate(layers):
         moe = config.moe_layers_before(before + count) - config.moe_layers_before(before)

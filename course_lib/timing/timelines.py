@@ -20,7 +20,7 @@ _COMMUNICATION = "communication"
 _EXPERT_PARTS = {"attention": COMPUTE, "dispatch": _COMMUNICATION, "experts": COMPUTE, "combine": _COMMUNICATION}
 
 
-class _Lanes:
+class Lanes:
     """Spans of rank 0: each starts when its lane is free, and not before the seconds that it has to wait for."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def dp_spans(
     Bucket i of n is ready when the share (i + 1) / n of backward is done; all-reduces run one after the other. Without
     overlap they wait for the end of the backward.
     """
-    lanes = _Lanes()
+    lanes = Lanes()
     lanes.add(COMPUTE, "forward", forward_s)
     lanes.add(COMPUTE, "backward", backward_s)
     for index, comm_s in enumerate(bucket_comm_s):
@@ -83,7 +83,7 @@ def zero3_spans(
     With prefetch a block's gather starts when the block before it starts computing, without when that has ended. In
     backward a reduce-scatter follows its block, behind the gather of the next.
     """
-    lanes, before, reduced = _Lanes(), None, None
+    lanes, before, reduced = Lanes(), None, None
     passes = (("forward", range(num_layers)), ("backward", range(num_layers)[::-1]))
     for (name, indices), seconds in zip(passes, passes_s, strict=True):
         for index in indices:
@@ -104,7 +104,7 @@ def zero3_backward_spans(units: Sequence[str], prefetch: bool = False) -> list[S
     Seconds stand for the order alone. Without prefetch a unit is gathered when the one behind it is freed, with it when
     that one starts to compute.
     """
-    lanes, allowed_s = _Lanes(), 0.0
+    lanes, allowed_s = Lanes(), 0.0
     for unit in reversed(units):
         gathered = lanes.add("gather", unit, 1.0, allowed_s)
         computed = lanes.add(COMPUTE, unit, 2.0, gathered.stop_s)
@@ -125,7 +125,7 @@ def tensor_parallel_layer_spans(
     parallelism a sum is a reduce-scatter, and what the next part reads is gathered first.
     """
     gathers, parts = run.layout.sequence_parallel, layer_parts(run, cluster, utilisation)
-    (sum_s, gather_s), lanes = sum_and_gather_s(run, cluster), _Lanes()
+    (sum_s, gather_s), lanes = sum_and_gather_s(run, cluster), Lanes()
     for part in parts:
         if gathers:
             lanes.then(_COMMUNICATION, f"gather {part.name}'s input", gather_s)
@@ -156,7 +156,7 @@ def ring_spans(
     step of keys and values, dkv1 that of their gradients.
     """
     hop_s, grad_hop_s = (collective_s("send", size, 2, link) for size in (kv_bytes, grad_bytes))
-    lanes, last, arrived_s = _Lanes(), len(forward_s) - 1, 0.0
+    lanes, last, arrived_s = Lanes(), len(forward_s) - 1, 0.0
     for name, passes in (("forward", forward_s), ("backward", backward_s)):
         for step, seconds in enumerate(passes):
             now_s = max(lanes.free_s(COMPUTE), arrived_s)
@@ -180,7 +180,7 @@ def expert_layer_spans(seconds: Mapping[str, float], micro_batches: Size = 2, ov
     order = [(part, index) for part in _EXPERT_PARTS for index in range(micro_batches)]
     if not overlap:
         order.sort(key=lambda entry: entry[1])
-    lanes, ready_s = _Lanes(), [0.0] * micro_batches
+    lanes, ready_s = Lanes(), [0.0] * micro_batches
     for part, index in order:
         free_s = ready_s[index] if overlap else lanes.free_s()
         ready_s[index] = lanes.add(_EXPERT_PARTS[part], f"{part} {index}", seconds[part], free_s).stop_s
@@ -193,7 +193,7 @@ def copy_spans(layer_s: Positive, copy_s: Amount, num_layers: Size, side_stream:
 
     In the same stream the next layer waits for the copy. Beside it a copy waits for its layer and for the copy before.
     """
-    lanes = _Lanes()
+    lanes = Lanes()
     for layer in range(num_layers):
         computed = lanes.add(COMPUTE, f"forward {layer}", layer_s, 0.0 if side_stream else lanes.free_s())
         lanes.add("copy", f"out {layer}", copy_s, computed.stop_s)

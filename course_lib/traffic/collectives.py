@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from course_lib.validate import Bytes, Count, Index, Size, check_fields, checked
+from course_lib.validate import Bytes, Checked, Count, Index, Size, checked
 
 # --- one collective
 
@@ -64,7 +64,7 @@ def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int)
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Checked):
     """`count` equal calls of one collective in one step; `place` says where in the step.
 
     src      the rank of the group that broadcasts
@@ -79,9 +79,6 @@ class Call:
     count: Count = 1
     src: Index = 0
     to_one: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @checked

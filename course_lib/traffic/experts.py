@@ -75,21 +75,17 @@ def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[
 
 
 @checked
-def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Size | None = None) -> float:
+def expected_places(num_experts: Size, places: Size, top_k: Size) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
 
-    A place is missed if all k assignments fall elsewhere. max_places: from so many places only, taken at random. Places
-    taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
+    A place is missed if all k assignments fall elsewhere.
     """
-    check_groups(num_experts, top_k, places, max_places)
-    reachable = places if max_places is None else max_places
-    width = num_experts // places
-    missed = math.comb(width * (reachable - 1), top_k) / math.comb(width * reachable, top_k)
-    return reachable * (1 - missed)
+    check_groups(num_experts, top_k, places)
+    return places * (1 - math.comb(num_experts - num_experts // places, top_k) / math.comb(num_experts, top_k))
 
 
 @checked
 def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
     """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
-    check_groups(layout.num_experts, top_k, layout.num_nodes, None)
+    check_groups(layout.num_experts, top_k, layout.num_nodes)
     return top_k * (layout.num_nodes - 1) / layout.num_nodes

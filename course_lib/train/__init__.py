@@ -4,8 +4,6 @@ plan.py          what a run is asked to do: steps, learning rate, random numbers
 options.py       the command line as records
 start.py         what a run begins from: weights and text; `speaks` goes on from trained ones
 health.py        whether ranks hold the same numbers, and which is slow
-spikes.py        loss spikes: found by a rule, rolled back, their batches skipped
-interval.py      how long a save takes, measured
 step_clock.py    what a rank says of a step: speed, memory, where its seconds went
 step_trace.py    one step under the profiler, a file for each rank
 log.py           a run's log: JSON lines that can be read whenever the run was killed

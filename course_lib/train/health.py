@@ -11,7 +11,6 @@ seconds of what a rank does alone, such as its forward where nothing is sent in 
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -99,17 +98,15 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
 
 def same_data(of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Which dp indices trained on the same tokens, in words; empty if each had its own."""
-    indices: dict[str, set[str]] = {}
-    ranks: dict[str, list[int]] = {}
+    who: dict[str, dict[int, str]] = {}  # tokens -> rank -> its dp index
     for rank, numbers in enumerate(of_ranks):
         for name in (name for name in numbers if name.startswith(TOKENS)):
-            indices.setdefault(numbers[name], set()).add(name.removeprefix(TOKENS))
-            ranks.setdefault(numbers[name], []).append(rank)
+            who.setdefault(numbers[name], {})[rank] = name.removeprefix(TOKENS)
     return "; ".join(
-        f"ranks {', '.join(map(str, ranks[tokens]))} trained on the same tokens, though they are dp ranks "
-        f"{' and '.join(sorted(indices[tokens]))}"
-        for tokens in indices
-        if len(indices[tokens]) > 1
+        f"ranks {', '.join(map(str, index_of))} trained on the same tokens, though they are dp ranks "
+        f"{' and '.join(sorted(set(index_of.values())))}"
+        for index_of in who.values()
+        if len(set(index_of.values())) > 1
     )
 
 
@@ -124,12 +121,20 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def not_finite_on(numbers: engines.StepNumbers) -> str:
+    """Return in words which ranks' own part of the loss is no finite number; all ranks must call it.
+
+    Ranks of one tp or cp group compute one loss together, and all of them are named. With a pipeline it is the last
+    stage's ranks that see the loss. A gradient that only the backward pass made infinite names nobody.
+    """
+    of_ranks = comm.all_gather_json(bool(torch.isfinite(numbers.share)), dist.group.WORLD)
+    ranks = [str(rank) for rank, is_finite in enumerate(of_ranks) if not is_finite]
+    if not ranks:
+        return ""
+    return f" (not finite on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
+
+
 # --- slow ranks
-
-
-def gather_seconds(seconds: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
-    """Everybody's seconds, by rank."""
-    return comm.all_gather_json(json.loads(json.dumps(list(seconds))), group)
 
 
 @checked

@@ -16,7 +16,7 @@ from pathlib import Path
 from course_lib.train.plan import Logs
 from course_lib.validate import json_lines, show
 
-KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event", "text", "host", "why"), str)
+KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event", "text", "host"), str)
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
@@ -28,32 +28,24 @@ class CannotLog(RuntimeError):
     """A rank's log could not be written. That rank alone raises it."""
 
 
-class RunLog:
-    """One rank's log while its run goes on; `open_log` makes it."""
-
-    def __init__(self, logs: Logs, path: Path):
-        self.logs, self.path = logs, path
-
-    def tell(self, **fields: object) -> None:
-        """Write one line more."""
-        append(self.path, **fields, time=time.time(), host=socket.gethostname(), pid=os.getpid())
+def tell(logs: Logs | None, rank: int, **fields: object) -> None:
+    """Write one line more to a rank's log, if the run has one."""
+    if logs is not None:
+        who = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+        append(log_path(logs.folder, rank), **fields, **who)
 
 
 @contextmanager
-def open_log(logs: Logs | None, rank: int) -> Iterator[RunLog | None]:
-    """Open a rank's log; it begins with an event "start" and ends with "end", or with "error" and its text."""
-    if logs is None:
-        yield None
-        return
-    log = RunLog(logs, log_path(logs.folder, rank))
-    log.tell(event="start")
+def open_log(logs: Logs | None, rank: int) -> Iterator[None]:
+    """Begin a rank's log with an event "start", and end it with "end", or with "error" and its text."""
+    tell(logs, rank, event="start")
     try:
-        yield log
+        yield
     except BaseException as error:
         with suppress(CannotLog):  # then the error itself counts
-            log.tell(event="error", text=f"{type(error).__name__}: {error}")
+            tell(logs, rank, event="error", text=f"{type(error).__name__}: {error}")
         raise
-    log.tell(event="end")
+    tell(logs, rank, event="end")
 
 
 def append(path: str | Path, **fields: object) -> None:
@@ -83,7 +75,7 @@ def _append(path: Path, line: bytes) -> None:
 def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
     """All whole lines, in order, or those in the last bytes of the file; an empty list if there is no file.
 
-    Raises   ValueError if a field of a line is not of the kind that `RunLog.tell` writes
+    Raises   ValueError if a field of a line is not of the kind that `tell` writes
     """
     path = Path(path)
     if not path.exists():

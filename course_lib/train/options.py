@@ -12,8 +12,8 @@ from tyro.conf import OmitArgPrefixes
 
 from course_lib.config import ModelConfig, preset, require_bytes
 from course_lib.layout import Layout
-from course_lib.train.plan import Checkpoints, Logs, TrainPlan, check_rollback
-from course_lib.validate import Positive, Size, check_fields, checked, writable
+from course_lib.train.plan import Checkpoints, Logs, TrainPlan
+from course_lib.validate import Size, check_fields, checked, writable
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,18 @@ class Options:
     layout: str = "dp=1"  # such as "dp=2,tp=2,zero_stage=1"; dp=auto takes all ranks, with batch; dp=1 is one process
     batch: Size | None = None  # sequences per step under any layout; sets micro_batches
     plan: OmitArgPrefixes[TrainPlan] = field(default_factory=TrainPlan)
-    checkpoint: str | None = None  # the folder of checkpoints, on a disk that all machines see; None: no checkpoints
+    checkpoint: str | None = None  # folder of checkpoints that all machines see; a run goes on from its last one
     every: Size = Checkpoints.every  # steps between two checkpoints
     keep: Size = Checkpoints.keep  # how many checkpoints remain
-    resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
     in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
     log_folder: str | None = None  # gets log/rank0.jsonl and so on, a JSON line for each step: `course watch` reads it
-    peak_tflops: Positive | None = None  # what MFU is a share of; a GPU's is known
     trace: Size | None = None  # this step, counted from 0, is recorded: log_folder/trace/rank0.json.gz for Perfetto
     backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
     def __post_init__(self):
         check_fields(self)
-        if (self.peak_tflops or self.trace) and not self.log_folder:
-            raise ValueError("peak_tflops and trace say more of a log, and there is none; give log_folder")
+        if self.trace and not self.log_folder:
+            raise ValueError("trace says more of a log, and there is none; give log_folder")
         if self.trace is not None and self.trace >= self.plan.steps:
             raise ValueError(
                 f"trace is step {self.trace}, and steps is {self.plan.steps}; give 1 to {self.plan.steps - 1}"
@@ -47,10 +45,10 @@ class Options:
     @property
     def logs(self) -> Logs | None:
         """Where the run tells of its steps."""
-        return Logs(self.log_folder, self.peak_tflops, self.trace) if self.log_folder else None
+        return Logs(self.log_folder, self.trace) if self.log_folder else None
 
 
-_OF_CHECKPOINTS = ("every", "keep", "resume", "in_background")
+_OF_CHECKPOINTS = ("every", "keep", "in_background")
 
 
 @checked
@@ -71,10 +69,7 @@ def read(
     if not options.checkpoint and any(getattr(options, name) != getattr(Options, name) for name in _OF_CHECKPOINTS):
         raise ValueError(f"{', '.join(_OF_CHECKPOINTS)} say more of checkpoints, and there are none; give checkpoint")
     if options.checkpoint:
-        checkpoints = Checkpoints(
-            options.checkpoint, options.every, options.keep, options.resume, options.in_background
-        )
-    check_rollback(options.plan, checkpoints)
+        checkpoints = Checkpoints(options.checkpoint, options.every, options.keep, options.in_background)
     layout, config = layout_for(options.layout, options.batch, world_size), model_named(options.model)
     require_bytes(config)
     layout.check_model(config, options.plan.seq_len)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields
+from course_lib.validate import Checked, Count, Index, Size
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -25,7 +25,6 @@ PRECISIONS = {
     "bf16-master-fp32-grads": ("bfloat16", "float32"),
     "fp64": ("float64", None),
 }
-_SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 _SHOWN_CHARS = 16  # of a text or a checksum in an error
 _DECAYS = ("none", "cosine")
@@ -41,19 +40,14 @@ class TrainPlan(TrainSettings):
 
     warmup: Index = 0
     compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
-    spike_factor: Amount = 0.0  # a step whose loss or norm is above this x the median is rolled back; 0: none is
-    spike_window: Size = 20  # of so many good steps
-    spike_rollbacks: Count = 3  # the run ends with an error at the spike after these
-    spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
+    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory, for tp 1
 
     def __post_init__(self):
         super().__post_init__()
         if self.warmup > self.steps:
             raise ValueError(f"warmup ({self.warmup}) must not exceed steps ({self.steps})")
-        if 0 < self.spike_factor <= 1:
-            raise ValueError(f"spike_factor is {self.spike_factor}; give more than 1, or 0 for no rule")
 
     @property
     def dtypes(self) -> tuple["torch.dtype", "torch.dtype | None"]:
@@ -65,10 +59,9 @@ class TrainPlan(TrainSettings):
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
 
-    resume         "auto": go on from the last complete one, start anew if there is none; "never": there must be none
     in_background  the files are written while training goes on
 
     Raises   ValueError where a choice makes no sense
@@ -77,11 +70,7 @@ class Checkpoints:
     folder: str
     every: Size = 5
     keep: Size = 2
-    resume: Literal["auto", "never"] = "auto"
     in_background: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
     def most_at_once(self, steps: Size) -> int:
         """Return how many a run of so many steps has at a time: the oldest goes when a new one is complete."""
@@ -89,19 +78,14 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Logs:
+class Logs(Checked):
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
 
-    peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
-    trace        the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
+    trace   the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
     """
 
     folder: str
-    peak_tflops: Positive | None = None
     trace: Size | None = None
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 def learning_rate_of(plan: TrainPlan, step: Index) -> float:
@@ -151,25 +135,16 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
-    What ranks compare may change, the rule of spikes, and the number of steps, unless the learning rate's decay
+    What ranks compare may change, and the number of steps, unless the learning rate's decay
     depends on it.
     """
     if "model" not in saved:
         raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")
-    free = {"model.name", "compare_every", *_SPIKE_FIELDS} | ({"steps"} if now["decay"] == "none" else set())
+    free = {"model.name", "compare_every"} | ({"steps"} if now["decay"] == "none" else set())
     if different := _differences(saved, now, free):
         raise ValueError(
             f"{where} was made with {_told(different, 'now')}; give the same, or another folder for the checkpoints"
             + _hint(different)
-        )
-
-
-def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
-    """Raises ValueError if spikes are to be rolled back and there would be nothing to go back to."""
-    if plan.spike_factor and checkpoints is None and not plan.spike_copy_every:
-        raise ValueError(
-            f"spike_factor is {plan.spike_factor} and there is no state to go back to; give a folder of checkpoints, "
-            "or spike_copy_every"
         )
 
 

@@ -23,13 +23,12 @@ import torch
 from course_lib.config import ModelConfig
 from course_lib.devices import peak_memory_bytes
 from course_lib.flops import flops_per_token
-from course_lib.hardware import TERA, gpu_of_device
+from course_lib.hardware import gpu_of_device
 from course_lib.measure.storages import replaced
 from course_lib.measure.waits import own_seconds, record_waits
 from course_lib.parallel import engine as of_engines
 from course_lib.parallel.executor import Executor
 from course_lib.span import COMPUTE, Span
-from course_lib.train.plan import Logs
 from course_lib.training import data, wait_for
 
 _PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
@@ -77,10 +76,8 @@ def speed_of(config: ModelConfig, seq_len: int, tokens: float, seconds: float, p
     return {"tokens_per_s_per_rank": tokens_per_s, "mfu": mfu}
 
 
-def peak_flops_of(logs: Logs, device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that MFU is a share of: what the user gave, else this GPU's, else None."""
-    if logs.peak_tflops is not None:
-        return logs.peak_tflops * TERA
+def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that MFU is a share of: the dense peak of this GPU, None of one that is not known or a CPU."""
     known = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return known and (known.bf16_flops if dtype == torch.bfloat16 else known.fp32_flops)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from course_lib.measure.trace import Calls, calls_of, trace_step
+from course_lib.measure.trace import calls_of, trace_step
 from course_lib.parallel import five_d
 from course_lib.train.plan import Logs
 
@@ -37,7 +37,7 @@ class StepTrace:
         """Do the work of a step and return its result."""
         done: list[Result] = []
         if self.step is not None and step == self.step - 1:
-            self.calls: Calls | None = calls_of(lambda: done.append(work()), self.axes)
+            self.calls = calls_of(lambda: done.append(work()), self.axes)
         elif step == self.step and self.calls is not None:
             trace_step(self.path, lambda: done.append(work()), self.calls)
         return done[0] if done else work()

@@ -52,20 +52,18 @@ from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.train import log as train_log
-from course_lib.train.health import compare_ranks
+from course_lib.train.health import compare_ranks, not_finite_on
 from course_lib.train.options import Options, check_folders, check_world, read
 from course_lib.train.plan import (
     Checkpoints,
     Logs,
     TrainPlan,
     check_ranks,
-    check_rollback,
     check_settings,
     learning_rate_of,
     seed_step,
     settings_of,
 )
-from course_lib.train.spikes import SpikeGuard, not_finite_on
 from course_lib.train.start import is_trained, load_trained, tokens_of
 from course_lib.train.step_clock import clock_step, memory_of, peak_flops_of, speed_of
 from course_lib.train.step_trace import StepTrace, trace_problem
@@ -99,7 +97,6 @@ class RunRecord:
 
     `peak_bytes`: on a GPU the allocator's peak during the run; on a CPU the most memory that this process ever held.
     `stopped_by`: the signal on which all ranks stopped before the last step, or 0.
-    `skipped`: the batches that were left out of the order after a loss spike.
     """
 
     first_step: int
@@ -108,7 +105,6 @@ class RunRecord:
     tokens_per_s: float
     peak_bytes: int
     stopped_by: int
-    skipped: list[int]
 
 
 # --- a run, on every rank of a world
@@ -132,21 +128,21 @@ def train(
 
     Bytes    for `stop` an all-reduce of 4 bytes a step
     Raises   ValueError for what cannot be, alike on every rank and before anything is built; on every rank
-             FloatingPointError if the loss is no number any more, LossSpike after too many spikes, and RanksDisagree,
-             every plan.compare_every steps, if one holds other numbers than it should
+             FloatingPointError if the loss is no number any more, and RanksDisagree, every plan.compare_every steps,
+             if one holds other numbers than it should
     """
     check_world(layout, dist.get_world_size(), "launch")
     require_bytes(config)
     layout.check_model(config, plan.seq_len)
-    check_rollback(plan, checkpoints)
     say = say if dist.get_rank() == 0 else ignore
     settings = agree(config, layout, plan)
     check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
+    engine.loss_chunks = plan.loss_chunks
     load_trained(engine)
     optimizer = engines.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
-    with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
-        return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
+    with _folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()):
+        return run_steps(engine, optimizer, plan, settings, checkpoints, logs, say, stop)
 
 
 def run_steps(
@@ -155,13 +151,13 @@ def run_steps(
     plan: TrainPlan,
     settings: dict,
     checkpoints: Checkpoints | None,
-    log: train_log.RunLog | None,
+    logs: Logs | None,
     say: Say,
     stop: Stop | None,
 ) -> RunRecord:
     """Trains from the last checkpoint on until all steps are done or all ranks were asked to stop; saves."""
-    layout, device, logs = engine.layout, rank_device(), log.logs if log is not None else None
-    first_step, about = resume(engine, optimizer, checkpoints, settings) if checkpoints else (0, {})
+    layout, device = engine.layout, rank_device()
+    first_step = resume(engine, optimizer, checkpoints, settings) if checkpoints else 0
     losses, step_s, text_T, stopped_by = [], [], tokens_of(engine.config), 0
     if may_stop := checkpoints is not None and stop is not None:
         group = checkpoint.wait_for_earlier(engine)
@@ -170,33 +166,24 @@ def run_steps(
     say(_start_text(engine, plan, first_step))
     if why_not := trace_problem(logs, first_step):
         say(why_not)
-    guard = SpikeGuard(engine, optimizer, plan, checkpoints, about)
     trace = StepTrace(engine, logs)
-    if checkpoints and guard.needs_first_checkpoint(first_step):
-        save(engine, optimizer, checkpoints, settings | guard.about(), first_step)
-    step = first_step
-    while step < plan.steps:
-        guard.keep(step)
-        with clock_step(device, in_parts=log is not None) as seconds:
-            micro_batches = batch_of(engine, plan, guard.batch(step), text_T)
+    for step in range(first_step, plan.steps):
+        with clock_step(device, in_parts=logs is not None) as seconds:
+            micro_batches = batch_of(engine, plan, step, text_T)
             do_step = partial(train_step, engine, optimizer, plan, step, micro_batches)
             numbers = trace.run(step, do_step)
             losses.append(numbers.loss.item())
         step_s.append(seconds["seconds"])
-        if log is not None:
-            log.tell(**line_of(engine, plan, logs, step, numbers, seconds))
-        if why := guard.find(numbers):
-            step = _go_back(guard, step, why, numbers, log, say)
-            del losses[step - first_step :], step_s[step - first_step :]
-            continue
+        if logs is not None:
+            train_log.tell(logs, dist.get_rank(), **line_of(engine, plan, step, numbers, seconds))
         _check_finite(numbers, step)
-        step = done = step + 1
+        done = step + 1
         if plan.compare_every and done % plan.compare_every == 0:
-            compare_ranks(engine, done - 1, numbers, micro_batches)  # before it is saved
+            compare_ranks(engine, step, numbers, micro_batches)  # before it is saved
         if may_stop and done < plan.steps:
             stopped_by = agreed(stop.number, device)
         if checkpoints and (done % checkpoints.every == 0 or done == plan.steps or stopped_by):
-            save(engine, optimizer, checkpoints, settings | guard.about(), done)
+            save(engine, optimizer, checkpoints, settings, done)
         if done % max(1, plan.steps // 10) == 0 or done == plan.steps:
             say(f"step {done} of {plan.steps}: loss {losses[-1]:.4f}, {step_s[-1]:.2f} s")
         if stopped_by:
@@ -207,7 +194,7 @@ def run_steps(
         dist.barrier(group)  # an engine may end all ranks when the first one ends
     tokens_per_s = _tokens_per_s_of(step_s, layout.sequences_per_step * plan.seq_len)
     peak_bytes = peak_memory_bytes(device)
-    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_bytes, stopped_by, guard.skipped)
+    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_bytes, stopped_by)
 
 
 def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
@@ -229,7 +216,8 @@ def check_memory(config: ModelConfig, layout: Layout, plan: TrainPlan) -> None:
     Raises   Refused on every rank
     """
     rank, recipe = dist.get_rank(), FP64 if plan.precision == "fp64" else plan.precision
-    budget = budgets(Run(config, layout, plan.seq_len, recipe, device="cpu"))[layout.mesh.coordinates(rank)["pp"]]
+    run = Run(config, layout, plan.seq_len, recipe, device="cpu", loss_chunks=plan.loss_chunks)
+    budget = budgets(run)[layout.mesh.coordinates(rank)["pp"]]
     needs = budget.peak_bytes if rank_device().type == "cpu" else 0
     mine = {"host": socket.gethostname(), "needs": needs, "free": usable_memory()[1]}
     of_ranks = comm.all_gather_json(mine, dist.group.WORLD)
@@ -263,12 +251,12 @@ def train_step(
 
 
 def line_of(
-    engine: five_d.FiveD, plan: TrainPlan, logs: Logs, step: int, numbers: engines.StepNumbers, seconds: dict
+    engine: five_d.FiveD, plan: TrainPlan, step: int, numbers: engines.StepNumbers, seconds: dict
 ) -> dict[str, object]:
     """What a rank's log says of a step."""
     layout, device = engine.layout, rank_device()
     share = layout.sequences_per_step * plan.seq_len / layout.world_size
-    peak_flops = peak_flops_of(logs, device, plan.dtypes[0])
+    peak_flops = peak_flops_of(device, plan.dtypes[0])
     return {
         "step": step,
         "loss": numbers.loss.item(),
@@ -278,18 +266,6 @@ def line_of(
         **speed_of(engine.config, plan.seq_len, share, seconds["seconds"], peak_flops),
         **memory_of(device),
     }
-
-
-def _go_back(
-    guard: SpikeGuard, step: int, why: str, numbers: engines.StepNumbers, log: train_log.RunLog | None, say: Say
-) -> int:
-    """Roll back after a spike, say so and write it into the log; returns how many steps are done."""
-    batch = guard.batch(step)
-    done = guard.roll_back(step, why, numbers)
-    say(f"step {step} is a spike: {why}; back to step {done} from {guard.source}, without batch {batch}")
-    if log is not None:
-        log.tell(step=step, back_to_step=done, skipped_batch=batch, why=why)
-    return done
 
 
 def ignore(text: str) -> None:
@@ -345,18 +321,15 @@ def _folder_for(
         yield
 
 
-def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict) -> tuple[int, dict]:
-    """Loads the last complete checkpoint, whatever layout wrote it; returns the steps it has done and what it says.
-
-    0 and nothing without one.
+def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict) -> int:
+    """Loads the last complete checkpoint, whatever layout wrote it; returns the steps it has done, 0 without one.
 
     Rank 0 looks for it, so that all load the same one.
-    Raises   Refused if it is torn, of another model, data or optimizer, or should not be there
+    Raises   Refused if it is torn, of another model, data or optimizer
     """
     with refusal():
         path = together(dist.group.WORLD, lambda: _look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
-        restored = checkpoint.load(engine, optimizer, path) if path else None
-        return (restored.step, restored.about) if restored else (0, {})
+        return checkpoint.load(engine, optimizer, path).step if path else 0
 
 
 def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
@@ -364,8 +337,6 @@ def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     path = checkpoint.latest(checkpoints.folder)
     if path is None:
         return None
-    if checkpoints.resume == "never":
-        raise ValueError(f"{path} is there already; resume='auto' goes on from it, another folder starts anew")
     about = read_manifest(path)
     check_settings(about["about"], settings, str(path))
     if about["step"] > settings["steps"]:

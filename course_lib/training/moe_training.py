@@ -86,7 +86,6 @@ def train_one(
     name: str,
     config: ModelConfig,
     plan: TrainConfig | None = None,
-    held_out_batches: Size = 8,
     schedule: Callable[[int, int], float] | None = None,
     on_loss: Callable[[str, float], None] | None = None,
 ) -> MoeRun:
@@ -111,7 +110,7 @@ def train_one(
         if on_loss is not None:
             on_loss(name, losses[-1])
     load, dropped = (torch.stack(part) for part in zip(*counts, strict=True))
-    loss = held_out_loss(model, held_out_batches, plan)
+    loss = held_out_loss(model, 8, plan)
     return MoeRun(name, losses, loss, load, dropped, time.perf_counter() - start_s)
 
 

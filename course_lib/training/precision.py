@@ -21,11 +21,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from course_lib.validate import Positive, check_fields, checked, one_of
+from course_lib.validate import Checked, Positive, checked, one_of
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Checked):
     """What is kept in which dtype. `fp32_grads`: "no", "only" (the low-precision one is dropped at once) or "both"."""
 
     param_dtype: torch.dtype = torch.bfloat16
@@ -33,9 +33,6 @@ class Precision:
     fp32_grads: Literal["no", "only", "both"] = "no"
     autocast: bool = False
     loss_scaling: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 PRECISIONS: dict[str, Precision] = {

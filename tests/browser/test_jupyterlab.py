@@ -214,7 +214,7 @@ def test_a_chapter_runs_in_the_browser_and_its_picture_follows_a_slider(lab, pag
 
 
 def test_the_panel_of_layouts_follows_each_kind_of_control_and_measures(lab, page):
-    notebook = nbformat.read(ROOT / "notebooks" / "10_five_d.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / "10_five_d_in_depth.ipynb", as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "widget")]
     run_all_cells(page, lab, put_notebook(lab, notebook), limit_s=60)
     page.wait_for_selector("text=/32 ranks on 4 nodes.* Predicted: fits/")

@@ -129,10 +129,11 @@ def test_in_another_dtype_and_refusals(saved, tmp_path):
         export_safetensors(tmp_path / "none", tmp_path / "out")
     for wrong, said in [
         (preset("xlm-r-base"), "family is 'xlmr'"),
-        (replace(LLAMA, moe=DEEPSEEK, qk_norm=True), "qk_norm and experts"),
-        (replace(LLAMA, moe=DEEPSEEK), "routes with .*num_shared_experts"),
-        (replace(MODELS["deepseek"][0], moe=replace(DEEPSEEK, balancing="none")), "balancing 'none'"),
+        (replace(LLAMA, moe=MoeConfig(4, 2, 24), qk_norm=True), "has qk_norm True, which transformers' mixtral has"),
+        (replace(LLAMA, moe=DEEPSEEK), "num_shared_experts 1, score 'sigmoid', balancing 'bias'"),
+        (replace(MODELS["deepseek"][0], moe=replace(DEEPSEEK, balancing="none")), "has balancing 'none', which"),
         (replace(MODELS["deepseek"][0], norm_eps=1e-5), "norm_eps 1e-05"),
+        (LATENT, "has mla"),
     ]:
         with pytest.raises(ValueError, match=said):
             config_for_transformers(wrong, torch.float32)

@@ -100,7 +100,7 @@ def test_every_claim_of_a_chapter_is_recomputed_somewhere():
     assert [problem for claim in ledger() for problem in claim_problems(claim)] == []
 
 
-OF_A_TECHNIQUE = ("dp", "zero", "tp", "sp", "cp", "pp", "ep", "5d")
+OF_A_TECHNIQUE = ("dp", "zero", "tp", "sp", "cp", "pp", "ep", "5d", "gpu")
 
 
 @pytest.mark.parametrize("topic", OF_A_TECHNIQUE)

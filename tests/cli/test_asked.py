@@ -178,7 +178,8 @@ def test_qlora_stores_the_frozen_matrices_in_4_bits():
 def test_what_a_framework_does_not_have_is_one_sentence(capsys):
     asked = ["plan", "llama-3.2-1b", "--gpus", "8", "--seq", "4K", "--batch", "128K"]
     for words, said in {
-        "--loss-chunks 8": "loss_chunks is 8, but course has no loss in chunks; fsdp2, deepspeed have",
+        "--loss-chunks 8 --framework megatron": "loss_chunks is 8, but megatron has no loss in chunks; course, fsdp2, "
+        "deepspeed have",
         "--framework megatron --recipe bf16": "recipe of megatron is 'bf16'",
         "--gpu a100": "GPU is 'a100', of which there are several: a100-pcie-40, a100-pcie-80, a100-40, a100-80",
         "--link nvlink4": "link between nodes is 'nvlink4'",

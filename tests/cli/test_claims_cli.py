@@ -37,20 +37,6 @@ def test_claims_are_searched_by_a_word_and_by_a_chapter(capsys):
     assert capsys.readouterr().out == f"0 of {len(ledger())} claims\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--topic", "zer"], "topic is 'zer'; did you mean 'zero'"),
-        (["--verdict", "false"], "choose from right, right-if, wrong, ambiguous"),
-        (["--chapter", "4"], "choose from 00, 01"),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_exit_code_2(options, said, capsys):
-    assert cli.main(["claims", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("course claims: ") and said in error and error.count("\n") == 1
-
-
 def test_a_reader_who_leaves_early_ends_the_command_without_a_stack():
     command = [sys.executable, "-m", "course_lib", "claims"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

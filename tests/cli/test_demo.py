@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-import torch
 
-from course_lib.cli.demo import DemoRow, Run, agrees, compare, demo, demo_table, formula_bytes
+from course_lib.cli.demo import DemoRow, agrees, demo, demo_table, formula_bytes, row_of
 
 pytestmark = pytest.mark.launches
 
@@ -36,13 +35,10 @@ def test_a_row_that_differs_does_not_agree(right, wrong):
     assert not agrees(dataclasses.replace(right, **wrong))
 
 
-def test_a_row_takes_the_mean_loss_and_the_worst_gradient_of_any_step():
-    gradients_P = [torch.zeros(3), torch.zeros(3)]
-    reference = Run([4.0, 2.0], gradients_P, [0, 0])
-    first = Run([5.0, 1.0], [torch.zeros(3), torch.tensor([0.0, -0.5, 0.25])], [10, 12])
-    second = Run([3.0, 3.0], [], [10, 10])
-    row = compare(reference, [first, second])
-    assert (row.first_loss, row.last_loss, row.gradient_difference, row.measured_bytes) == (4.0, 2.0, 0.5, 12)
+def test_a_row_takes_the_worst_gradient_and_the_most_bytes_of_any_rank():
+    row = row_of([([4.0, 2.0], 0.25, 12), ([4.0, 2.0], 0.5, 10)])
+    assert (row.ranks, row.first_loss, row.last_loss) == (2, 4.0, 2.0)
+    assert (row.gradient_difference, row.measured_bytes) == (0.5, 12)
 
 
 def test_the_table_has_one_line_a_row_under_its_two_of_heading(right):

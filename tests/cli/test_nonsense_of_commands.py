@@ -10,7 +10,7 @@ import re
 import pytest
 import run_logs
 
-from course_lib.cluster import __main__ as cluster_script
+from course_lib.launch import rendezvous
 from course_lib.train import __main__ as train_script
 
 from course_lib.cli import commands as cli  # isort: skip
@@ -107,7 +107,7 @@ CLUSTER = DEVICE | {"--nodes-link": "link", "--inside": "link", "--per-node": "s
 CLUSTER |= {"--seq": "tokens"}
 PREDICT = {"runs.csv": "runs", "--models": "models", "--out": "file to write", **CLUSTER}
 CALLS = {  # command -> (a call that works, what begins its work, kinds: of its options, and of words that stand alone)
-    "doctor": ("", "course_lib.cli.doctor.look_at_machine", {"--json": "flag"}),
+    "doctor": ("", "course_lib.cli.doctor.look_at_machine", {}),
     "new": (
         "mine",
         "course_lib.cli.notebooks.course_notebooks",
@@ -152,14 +152,14 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
     ),
     "gpu-report": (
         "day.json",
-        "course_lib.cli.gpu_report.page",
+        "course_lib.labs.gpu_day.page",
         {"day.json": "measured", "--folder": "folder to write"},
     ),
     "lab": (
         "05",
         "course_lib.cli.lab.sheet",
         {
-            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write", "--json": "flag"},
+            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write"},
             **{"--nodes": "size", "--gpus-per-node": "size", "--gpu": "word", "--nodes-link": "word"},
         },
     ),
@@ -188,12 +188,10 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "course_lib.train.trainer.join_world",
         {
             **{"--model": "word", "--layout": "layout", "--batch": "size", "--every": "size", "--keep": "size"},
-            **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--resume": "word"},
-            **{"--in-background": "flag", "--peak-tflops": "positive", "--trace": "size"},
-            **{"--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
+            **{"--checkpoint": "folder to write", "--log-folder": "folder to write", "--in-background": "flag"},
+            **{"--trace": "size", "--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
-            **{"--warmup": "count", "--compare-every": "count", "--spike-factor": "amount", "--spike-window": "size"},
-            **{"--spike-rollbacks": "count", "--spike-copy-every": "count", "--decay": "word", "--precision": "word"},
+            **{"--warmup": "count", "--compare-every": "count", "--decay": "word", "--precision": "word"},
         },
     ),
 }
@@ -217,7 +215,7 @@ def here(tmp_path, monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr(train_script, "end_script", end)
-    monkeypatch.setattr(cluster_script, "end_script", end)
+    monkeypatch.setattr(rendezvous, "end_script", end)
     return tmp_path
 
 

@@ -37,33 +37,6 @@ def test_json_has_the_same(model, capsys):
     assert found["best"]["step_s"] == pytest.approx(sum(found["best"]["seconds_by_part"].values()))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--gpus", "12"], "must fill nodes of 8; choose 8 or 16"),
-        (["--gpus", "0"], "gpus is 0"),
-        (["--batch", "8000"], "choose 7680 or 8192"),
-        (["--gpu", "h1000"], "did you mean"),
-        (["--link", "string"], "link between nodes is 'string'"),
-        (["--framework", "nosuch"], "framework is 'nosuch'"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(model, wrong, said, capsys):
-    assert main(["plan", model, *ASKED, *wrong]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1 and told.startswith("course plan: ")
-
-
-def test_models_are_presets_or_files_of_one(tmp_path, capsys):
-    assert main(["plan", "llama-3.1-9b", *ASKED]) == 2
-    assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path / "none.json"), *ASKED]) == 2
-    assert "there is no file" in capsys.readouterr().err
-    (tmp_path / "two.json").write_text(json.dumps({"a": SMALL, "b": SMALL}))
-    assert main(["plan", str(tmp_path / "two.json"), *ASKED]) == 2
-    assert "has 2 models; required: one" in capsys.readouterr().err
-
-
 def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, capsys):
     assert main(["plan", model, *ASKED, "--export", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out

@@ -4,7 +4,6 @@ import torch.distributed as dist
 
 from course_lib import comm
 from course_lib.launch import launch
-from course_lib.minimal import ring
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -52,26 +51,13 @@ def _all_collectives(dtype):
     return results
 
 
-def _every_dtype_and_the_ring():
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+def _every_dtype():
+    group, rank = dist.group.WORLD, dist.get_rank()
     collectives = {dtype: _all_collectives(dtype) for dtype in DTYPES}
-    rings = {}
-    for dtype in DTYPES:
-        for length in (size * 3, size * 3 + 1, max(1, size - 1), 0):
-            x_P = torch.arange(length).to(dtype) + rank
-            whole = ring.ring_all_reduce(x_P, group)
-            rings[dtype, length] = whole, torch.equal(x_P, torch.arange(length).to(dtype) + rank)
     in_place = torch.ones(3) * rank
     work = comm.all_reduce_(in_place, group, async_op=True)
     work.wait()
-    powers_P = torch.full((size,), 10.0**rank, dtype=torch.float64)
-    steps = [powers_P.clone()]
-    pieces = powers_P.tensor_split(size)
-    for one_step in (ring.reduce_scatter_step, ring.all_gather_step):
-        for step in range(size - 1):
-            one_step(pieces, step, group)
-            steps.append(powers_P.clone())
-    return collectives, rings, in_place, steps
+    return collectives, in_place
 
 
 def _expected(rank, size, dtype):
@@ -110,31 +96,15 @@ def _same(got, wanted, exact):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_collectives_and_rings_equal_their_definition(size):
-    for rank, (collectives, rings, in_place, steps) in enumerate(
-        launch(_every_dtype_and_the_ring, size, backend="gloo")
-    ):
+def test_collectives_equal_their_definition(size):
+    for rank, (collectives, in_place) in enumerate(launch(_every_dtype, size, backend="gloo")):
         for dtype, results in collectives.items():
             expected = _expected(rank, size, dtype)
             assert results.keys() == expected.keys()
             for name, result in results.items():
                 exact = dtype is not torch.bfloat16 or name not in ("product", "mean", "mean piece", "mean on one")
                 assert _same(result, expected[name], exact), (name, dtype, rank, result, expected[name])
-        for (dtype, length), (whole, input_kept) in rings.items():
-            wanted = (torch.arange(length) * size + sum(range(size))).to(dtype)
-            assert input_kept and whole.dtype == dtype
-            assert torch.equal(whole, wanted)
         assert in_place.tolist() == [sum(range(size))] * 3
-        _check_steps(steps, rank, size)
-
-
-def _check_steps(steps, rank, size):
-    everybody = sum(10.0**other for other in range(size))
-    assert len(steps) == 2 * (size - 1) + 1
-    assert steps[0].tolist() == [10.0**rank] * size
-    assert steps[-1].tolist() == [everybody] * size
-    finished_after_first_phase = [value == everybody for value in steps[size - 1].tolist()]
-    assert finished_after_first_phase == [size == 1 or index == rank for index in range(size)]
 
 
 def _peers_and_splits():
@@ -149,7 +119,7 @@ def _peers_and_splits():
     uneven = comm.all_to_all(x, group, sent_rows=[[1, 2], [3, 0]][rank], received_rows=[[1, 3], [2, 0]][rank])
     pair = dist.new_group([1, 0])  # sorted by torch: rank 0 of the group is rank 0
     alone = [dist.new_group([other]) for other in (0, 1)][rank]
-    in_group = comm.broadcast(x[:1], 1, pair), comm.all_reduce(x[:1], alone), ring.ring_all_reduce(x[0], alone)
+    in_group = comm.broadcast(x[:1], 1, pair), comm.all_reduce(x[:1], alone)
     return received, uneven, in_group, _mistakes(group, alone, rank)
 
 
@@ -195,7 +165,7 @@ def test_peers_uneven_splits_small_groups_and_mistakes():
         assert torch.equal(received, x[1 - rank])
         assert torch.equal(uneven, wanted_uneven[rank])
         assert torch.equal(in_group[0], x[1][:1])
-        assert torch.equal(in_group[1], x[rank][:1]) and torch.equal(in_group[2], x[rank][0])
+        assert torch.equal(in_group[1], x[rank][:1])
         assert sorted(texts) == calls, f"no error for {set(calls) - set(texts)}"
         assert "Call .contiguous() first" in texts["strided"]
         assert "pad dimension 0 to a multiple of 2" in texts["rows"]

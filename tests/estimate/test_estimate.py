@@ -16,12 +16,12 @@ import pytest
 from course_lib.cli import main
 from course_lib.config import preset
 from course_lib.engines import ENGINES
-from course_lib.estimate import VERDICTS, Calibration, calibrate, estimate, nearest
+from course_lib.estimate import Calibration, calibrate, estimate, nearest
 from course_lib.estimate.calibrate import measured_step_s, ranges
 from course_lib.estimate.estimate import Spread
 from course_lib.estimate.memory import NO_TENSORS
 from course_lib.estimate.sensitivity import fastest, sensitivity
-from course_lib.estimate.table import predict_rows, run_of
+from course_lib.estimate.table import READ, predict_rows, run_of
 from course_lib.flops import matmul_parameters
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
@@ -126,17 +126,7 @@ def test_an_estimate_takes_milliseconds():
     assert median(seconds) < 0.02  # 2 ms where nothing else runs; one of them may meet the collector
 
 
-A_ROW = {
-    "model": "8B",
-    "nodes": "1",
-    "gpus": "8",
-    "mbs": "1",
-    "grad_acc": "1",
-    "dp": "8",
-    "pp": "1",
-    "tp": "1",
-    "zero": "3",
-}
+A_ROW = dict(zip(("model", *READ), ("8B", "1", "8", "1", "1", "8", "1", "1", "3"), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +162,7 @@ def test_the_verdict_follows_from_the_ends_of_the_error_bar(name):
         assert low <= one.memory_bytes <= high and one.speed_range[0] <= one.tokens_per_s_per_gpu <= one.speed_range[1]
         for usable, verdict in ((1.01 * high, "fits"), ((low + high) / 2, "tight"), (0.99 * low, "does not fit")):
             there = replace(one, usable_bytes=usable)
-            assert there.verdict == verdict in VERDICTS and there.may_run == (verdict != "does not fit")
+            assert there.verdict == verdict and there.may_run == (verdict != "does not fit")
             assert there.why.startswith(verdict)
     with pytest.raises(ValueError, match=r"memory is \(1.1, 1.23\); the estimate must be inside"):
         Spread((1.1, 1.23), (0.8, 1.2))

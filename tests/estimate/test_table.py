@@ -33,17 +33,7 @@ def a_table(folder: Path, rows: list[dict], **models) -> tuple[Path, Path]:
 
 
 def a_row(**changed) -> dict:
-    return {
-        "model": "8B",
-        "nodes": 2,
-        "gpus": 16,
-        "mbs": 1,
-        "grad_acc": 64,
-        "dp": 4,
-        "pp": 1,
-        "tp": 4,
-        "zero": 1,
-    } | changed
+    return dict(zip(("model", *READ), ("8B", 2, 16, 1, 64, 4, 1, 4, 1), strict=True)) | changed
 
 
 def test_files_that_lack_something_are_told_in_one_line(tmp_path, capsys):

@@ -134,7 +134,7 @@ def test_the_allocator_rounds_up_to_512_bytes(record):
 
 def test_fragmentation_leaves_free_memory_that_a_larger_tensor_cannot_use(record):
     holes, after = fragment(piece_bytes=16 * MIB, pieces=32)
-    record(cached_bytes=holes.cached_bytes, inactive_split_bytes=holes.inactive_split_bytes,
-           reserved_before=holes.reserved_bytes, reserved_after=after.reserved_bytes)  # fmt: skip
+    reserved = {"reserved_before": holes.reserved_bytes, "reserved_after": after.reserved_bytes}
+    record(cached_bytes=holes.cached_bytes, **reserved)
     assert holes.cached_bytes >= 16 * 16 * MIB  # a half is free, in free blocks of 16 MiB
     assert after.reserved_bytes >= holes.reserved_bytes + 32 * MIB  # yet 32 MiB had to be fetched from the device

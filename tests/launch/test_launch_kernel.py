@@ -99,20 +99,6 @@ assert launch(job, 2, 7, quiet=True).lines == results.lines
     assert cell.err == "[rank 0] a warning\n[rank 1] a warning\n"
 
 
-def test_live_lines_arrive_while_the_ranks_run(kernel):
-    message = kernel.start(
-        "launch(lambda: (print('early'), time.sleep(0.8), print('late')), 2, live=True)\nprint('end')"
-    )
-    while True:
-        seen = kernel.client.get_iopub_msg(timeout=10)
-        if seen["msg_type"] == "stream" and "early" in seen["content"]["text"]:
-            seen_at = time.monotonic()
-            break
-    cell = kernel.finish(message)
-    assert time.monotonic() - seen_at > 0.4
-    assert cell.out.endswith("end\n") and "[rank 0] late\n" in cell.out and "[rank 1] late\n" in cell.out
-
-
 def texts_of_bars(cell):
     """What the texts beside a cell's bars said, one after another, and whether each widget was closed."""
     comms = [message["content"] for message in cell.messages if message["msg_type"].startswith("comm")]
@@ -288,7 +274,7 @@ print(list(launch(untidy, 2)))
 
 
 def test_the_interrupt_button_ends_the_ranks_and_the_next_launch_works(kernel):
-    message = kernel.start("launch(lambda: (print('up'), time.sleep(100)), 3, live=True)")
+    message = kernel.start("launch(lambda: (report('up', 1), time.sleep(100)), 3, on_report=print)")
     printed = ""
     while printed.count("up") < 3:  # every rank has begun
         said = kernel.client.get_iopub_msg(timeout=60)
@@ -297,7 +283,7 @@ def test_the_interrupt_button_ends_the_ranks_and_the_next_launch_works(kernel):
     assert len(ranks) == 4  # the fork server and three ranks
     kernel.manager.interrupt_kernel()
     cell = kernel.finish(message)
-    assert "Cell" in cell.error and "launch(lambda: (print('up')" in cell.error
+    assert "Cell" in cell.error and "launch(lambda: (report('up', 1)" in cell.error
     assert "KeyboardInterrupt: the launch of 3 ranks was interrupted, and its ranks were ended" in cell.error
     assert "rank 2 stood at Cell, line 1, in <lambda>" in cell.error
     assert ".py" not in cell.error  # no line of the package
@@ -345,7 +331,7 @@ def test_an_edited_file_is_seen_by_the_next_launch(kernel, tmp_path):
     kernel.show(f"sys.path.remove({str(tmp_path)!r})")
 
 
-SLEEPING = "launch(lambda: (print('up'), subprocess.Popen(['sleep', '987']), time.sleep(100)), 2, live=True)"
+SLEEPING = "launch(lambda: (report('up', 1), subprocess.Popen(['sleep', '987']), time.sleep(100)), 2, on_report=print)"
 HOLDING_THE_INTERPRETER = SLEEPING.replace("time.sleep(100)", "__import__('ctypes').PyDLL(None).sleep(100)")
 
 

@@ -1,10 +1,8 @@
 """Launches as Slurm jobs, as far as no Slurm is needed: arguments, messages through files, the batch script."""
 
 import importlib.util
-import itertools
 import os
 import re
-import subprocess
 import tomllib
 
 import pytest
@@ -128,7 +126,7 @@ def watch(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     world = SlurmWorld(tmp_path, 2)
     world.job = "Slurm job 7"
-    watch = _slurm.SlurmWatch(world, 2, _slurm.Output(tmp_path / "ranks", 2, live=False), tmp_path / "ranks")
+    watch = _slurm.SlurmWatch(world, 2, _slurm.Output(tmp_path / "ranks", 2), tmp_path / "ranks")
     watch.said, watch.folder = "RUNNING|None\n", tmp_path
     monkeypatch.setattr(_slurm, "_ask", lambda *command: watch.said)
     monkeypatch.setattr(_slurm, "WAITING_FILES_S", 0.0)
@@ -190,20 +188,16 @@ def test_a_job_that_waits_says_why(watch):
 # The batch script
 
 
-def test_the_batch_script_explains_every_line_and_every_option():
-    lines = TEMPLATE.read_text().splitlines()
-    for before, line in itertools.pairwise(lines):
-        if re.match(r"#+SBATCH|[^# ]", line):
-            assert re.match(r"# .+", before), f"no comment above: {line}"
+def test_the_batch_script_explains_every_option():
+    lines = TEMPLATE.read_text().splitlines()  # that each line is explained, tests/cluster/test_site.py says
     last = max(number for number, line in enumerate(lines) if line and not line.startswith(("#", " ")))
     explained = " ".join(line for line in lines if line.startswith("# "))
     for option in re.findall(r"(--[a-z][a-z-]+)", " ".join(lines[last:])):
         assert f"{option} " in explained or f"{option}," in explained or f"{option}." in explained, option
 
 
-def test_the_batch_script_is_bash_and_asks_for_what_it_uses():
+def test_the_batch_script_asks_for_what_it_uses():
     text = TEMPLATE.read_text()
-    subprocess.run(["bash", "-n", str(TEMPLATE)], check=True)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
     assert options["nodes"] == "2" and options["ntasks-per-node"] == "1"
     assert {"job-name", "cpus-per-task", "time", "output", "open-mode", "requeue"} <= set(options)

@@ -12,7 +12,7 @@ def test_allocations_are_rounded_up_to_512_bytes():
 
 
 def test_what_is_outside_the_allocator_is_what_the_device_uses_beyond_it():
-    look = CudaMemory(3, 4, 10, 10, 25, 100, 2)
+    look = CudaMemory(3, 10, 25, 100)
     assert (look.cached_bytes, look.outside_allocator_bytes) == (7, 15)
 
 

@@ -287,19 +287,6 @@ def test_the_record_ends_with_the_block_and_the_tracker_holds_no_tensor():
     assert len(tracker.timeline.times_s) == events
 
 
-def test_resized_storages_count_as_gathered_as_fsdp_uses_them():
-    with MemoryTracker(mlp()) as tracker:
-        whole = torch.empty(1000)
-        whole.untyped_storage().resize_(0)
-        assert tracker.current("gathered") == 0
-        whole.untyped_storage().resize_(4000)
-        assert tracker.current("gathered") == 4000
-    with MemoryTracker(mlp()) as tracker:
-        whole = torch.empty(1000)
-        tracker.claim(whole, "gathered")
-        assert tracker.current("gathered") == 4000
-
-
 def test_fake_tensors_give_the_same_peak_as_real_ones():
     from torch._subclasses import FakeTensorMode
 

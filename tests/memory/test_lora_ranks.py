@@ -13,7 +13,8 @@ from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.measure.storages import replaced
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import LoRA
-from course_lib.model import apply_lora, build, moe
+from course_lib.minimal.lora import add_lora
+from course_lib.model import build, moe
 from course_lib.parallel.data import BucketedDP, Sharing
 from course_lib.parallel.engine import ModelEngine, make_optimizer, step
 from course_lib.run import Run
@@ -41,7 +42,7 @@ def simulated(run, rank):
     layout, (dtype, _) = run.layout, engine_dtypes(run.recipe)
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments()):
         model = build(run.config, dtype=dtype, recompute=layout.recompute)
-        apply_lora(model, run.lora.rank, targets=run.lora.targets)
+        add_lora(model, run.lora.rank, 16, run.lora.targets)
         world = dist.group.WORLD
         engine = BucketedDP(model, world, sharing=Sharing.over(world)) if layout.dp > 1 else ModelEngine(model)
         optimizer = make_optimizer(engine)
@@ -64,7 +65,7 @@ def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recip
     assert {kind: getattr(predicted, kind) for kind in STATES} == states
     assert predicted.peak_bytes == pytest.approx(peak_bytes, rel=PEAK_ERROR)
     of_loss = ring_all_reduce_bytes(4, run.layout.dp, rank, 4)
-    assert sent(run, rank).get("data", 0) + of_loss == measured_bytes
+    assert sum(size for axis, size in sent(run, rank).items() if axis != "world") + of_loss == measured_bytes
 
 
 AUTOCAST = [
@@ -83,7 +84,7 @@ def test_under_autocast_adapters_and_casts_of_frozen_matrices_are_counted(name, 
     config = replace(MODELS[name], num_layers=4)
     run = Run(config, layout, 64, "autocast", attention, "cpu", lora=LoRA(8, targets))
     model = build(config, attention=attention, recompute=recompute)
-    apply_lora(model, 8, targets=targets)
+    add_lora(model, 8, 16, targets)
     optimizer = optimizer_of_one_device(model, "autocast")
     tokens_BS = torch.zeros(2, 64, dtype=torch.int64)
     with MemoryTracker(model, optimizer) as tracker:

@@ -1,9 +1,8 @@
-"""FlashAttention in blocks: exact for uneven blocks, large scores and under autocast; planted bugs are found."""
+"""FlashAttention in blocks: exact for uneven blocks, large scores and under autocast."""
 
 import pytest
 import torch
 
-from course_lib.compare.one_gpu import OnePass
 from course_lib.minimal import flash
 from course_lib.model import fused_attention, standard_attention
 
@@ -52,21 +51,3 @@ def test_under_autocast_backward_makes_the_scores_of_forward_again():
     right = error_under_autocast(standard_attention)
     assert error_under_autocast(lambda *qkv: flash.FlashAttention.apply(*qkv, 8)) < 1.2 * right
     assert error_under_autocast(lambda *qkv: ScoresInFloat32.apply(*qkv, 8)) > 1.2 * right
-
-
-# ------------------------------------------------------------------------------------ planted bugs
-def test_a_sum_that_is_never_shrunk_is_found(monkeypatch):
-    # of all exponentials only the factor that shrinks has one column
-    monkeypatch.setattr(torch.Tensor, "exp", lambda x: torch.exp(x) if x.shape[-1] > 1 else torch.ones_like(x))
-    q, k, v, _ = (x.detach() for x in drawn(33))
-    got = flash.flash_forward(q, k, v, 8)[0]
-    monkeypatch.undo()
-    assert not torch.allclose(got, standard_attention(q, k, v), atol=1e-3)
-
-
-def test_a_block_on_the_diagonal_without_a_mask_is_found(monkeypatch):
-    def unmasked(q_BNSH, k_BNSH, queries, keys):
-        return q_BNSH[..., queries, :] @ k_BNSH[..., keys, :].mT / q_BNSH.shape[-1] ** 0.5
-
-    monkeypatch.setattr(flash, "block_scores", unmasked)
-    assert OnePass(flash.use_flash).difference > 1e-6

@@ -1,46 +1,31 @@
-"""The smallest LoRA equals the engine; a planted bug does not."""
+"""LoRA: the adapter adds alpha / rank times its product, nothing else trains, the formula counts what trains."""
 
 import pytest
 import torch
 
-from course_lib.compare.one_gpu import TINY as CONFIG
-from course_lib.compare.one_gpu import zipf_batch
-from course_lib.minimal.lora import add_lora
-from course_lib.model import apply_lora, build
+from course_lib.config import preset
+from course_lib.memory.states import LoRA, lora_parameters
+from course_lib.minimal.lora import LoRALinear, add_lora
+from course_lib.model import build
 from course_lib.training import loss_of
-
-EVERY = ("q", "k", "v", "o", "gate", "up", "down")
-float64 = torch.float64
+from course_lib.training.data import batch, tokens
 
 
-def with_adapters(add, b_size=0.1):
-    """A model with adapters whose values depend on their names alone."""
-    model = build(CONFIG, dtype=float64)
-    add(model)
-    for number, (name, param) in enumerate(sorted(model.named_parameters())):
-        if "lora" in name:
-            param.data.normal_(std=b_size, generator=torch.Generator().manual_seed(number))
-    return model
+def test_an_adapter_adds_alpha_over_rank_times_its_product_and_nothing_at_first():
+    layer, x = LoRALinear(torch.nn.Linear(6, 5), rank=2, alpha=6.0), torch.randn(3, 6)
+    assert torch.equal(layer(x), layer.base(x))
+    torch.nn.init.normal_(layer.lora_b)
+    change = 6.0 / 2 * layer.lora_b @ layer.lora_a
+    torch.testing.assert_close(layer(x), x @ (layer.base.weight + change).t() + layer.base.bias)
 
 
-def add_both(model):
-    add_lora(model, rank=4, alpha=8, targets=EVERY)
-
-
-def loss_and_gradients(model):
-    loss = loss_of(model, *zipf_batch())
-    loss.backward()
-    return loss.item(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-def test_loss_and_gradients_are_those_of_the_engine():
-    found = loss_and_gradients(with_adapters(add_both))
-    expected = loss_and_gradients(with_adapters(lambda model: apply_lora(model, rank=4, alpha=8.0, targets=EVERY)))
-    assert found[0] == pytest.approx(expected[0], abs=1e-12) and found[1].keys() == expected[1].keys()
-    assert len(found[1]) == 2 * 7 * 4  # A and B of seven matrices in four blocks, and nothing else
-    assert all(torch.allclose(found[1][name], grad, rtol=0, atol=1e-12) for name, grad in expected[1].items())
-
-
-def test_a_planted_bug_in_the_scale_is_found():
-    wrong = with_adapters(lambda model: add_lora(model, rank=4, alpha=8 * 4, targets=EVERY))  # forgets to divide
-    assert loss_and_gradients(wrong)[0] != pytest.approx(loss_and_gradients(with_adapters(add_both))[0], abs=1e-6)
+@pytest.mark.parametrize("targets", [("q", "v"), ("q", "k", "v", "o", "gate", "up", "down")])
+def test_adapters_get_gradients_and_the_base_none(targets):
+    model = build(preset("toy"), dtype=torch.float64)
+    add_lora(model, rank=4, alpha=8, targets=targets)
+    loss_of(model, *batch(tokens(2000), 0, 2, 16)).backward()
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.grad is not None} == {
+        "lora_a", "lora_b"
+    }  # fmt: skip
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert sum(param.numel() for param in trained) == lora_parameters(preset("toy"), LoRA(4, targets))

@@ -57,24 +57,6 @@ def test_sends_and_receives_in_calls_of_their_own_wait_for_ever_in_the_order_of_
     assert replay(calls)[1] == "rank 0 stands at its send to rank 1, rank 1 stands at its send to rank 0"
 
 
-class NotDivided(PipelineRank):
-    """The sum of the losses where the mean belongs."""
-
-    def F(self, i):
-        super().F(i)
-        x, out = self.in_flight[i]
-        self.in_flight[i] = (x, out * len(self.micro_batches)) if self.rank == self.last else (x, out)
-
-
-class OldestLast(PipelineRank):
-    """Takes any micro-batch that is in flight: gradients meet the wrong activations."""
-
-    def B(self, i):
-        newest = max(self.in_flight)
-        self.in_flight[i], self.in_flight[newest] = self.in_flight[newest], self.in_flight[i]
-        super().B(i)
-
-
 class WTwice(SplitRank):
     """I leaves gradients of the weights, and W adds them again."""
 
@@ -85,12 +67,8 @@ class WTwice(SplitRank):
 
 
 @launches
-@pytest.mark.parametrize(
-    ("wrong", "lists"),
-    [(NotDivided, afab(2, 3)), (OldestLast, one_f_one_b(4, 4)), (WTwice, lists_of("zb_h1", 2, 3))],
-)
-def test_a_planted_bug_differs_from_one_process(wrong, lists):
-    assert on_ranks(wrong, as_pipeline, len(lists), lists=lists, backend="gloo").difference > 1e-6
+def test_a_planted_bug_differs_from_one_process():
+    assert on_ranks(WTwice, as_pipeline, 2, lists=lists_of("zb_h1", 2, 3), backend="gloo").difference > 1e-6
 
 
 @launches

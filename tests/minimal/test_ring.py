@@ -25,28 +25,6 @@ def test_a_ring_works_in_a_group_of_some_ranks():
     assert list(launch(in_a_part_of_the_world, 4)) == [[101] * 5, [1010] * 5] * 2
 
 
-# ------------------------------------------------------------------------------------ planted bugs
-def never_adds(pieces, step, group):
-    ring.all_gather_step(pieces, step + 1, group)
-
-
-def ring_that_copies(x_P, group):
-    total_P = x_P.clone()
-    pieces = total_P.tensor_split(group.size())
-    for phase in (never_adds, ring.all_gather_step):
-        for step in range(group.size() - 1):
-            phase(pieces, step, group)
-    return total_P
-
-
-def one_phase(x_P, group):
-    total_P = x_P.clone()
-    pieces = total_P.tensor_split(group.size())
-    for step in range(group.size() - 1):
-        ring.reduce_scatter_step(pieces, step, group)
-    return total_P
-
-
 def one_step_too_few(x_P, group):
     total_P = x_P.clone()
     pieces = total_P.tensor_split(group.size())
@@ -57,9 +35,8 @@ def one_step_too_few(x_P, group):
     return total_P
 
 
-@pytest.mark.parametrize("wrong", [ring_that_copies, one_phase, one_step_too_few])
-def test_a_planted_bug_differs_from_the_sum(wrong):
-    assert on_ranks(wrong, as_sum).difference > 1
+def test_a_planted_bug_differs_from_the_sum():
+    assert on_ranks(one_step_too_few, as_sum).difference > 1
 
 
 def in_place(x_P, group):

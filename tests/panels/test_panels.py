@@ -27,7 +27,6 @@ from course_lib.model.moe import keep, limit_groups
 from course_lib.panels import asked, runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
-from course_lib.panels.game import GAME, JOBS, job_of_day, layout_for, listed
 from course_lib.panels.one_gpu import (
     BLOCKS,
     COMPARED,
@@ -41,6 +40,7 @@ from course_lib.panels.one_gpu import (
     add,
     beside,
 )  # fmt: skip
+from course_lib.panels.plans import GAME, JOBS, PLAN, job_of, job_of_day, layout_for, listed
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
@@ -147,13 +147,13 @@ def test_panels_need_neither_torch_nor_numpy_matplotlib_or_yaml():
     code = (
         "import sys, importlib\n"
         "for name in ('torch', 'numpy', 'matplotlib', 'yaml', 'ipywidgets', 'IPython'): sys.modules[name] = None\n"
-        "from course_lib.panels import asked, runs\n"
+        "from course_lib.panels import asked, plans\n"
         "from course_lib.panels.record import Panel, answer_of\n"
         "found = [one for name, module in list(sys.modules.items()) if name.startswith('course_lib.panels.') "
         "for one in vars(module).values() if isinstance(one, Panel)]\n"
         "assert all(panel.answer().possible for panel in found)\n"
-        "search = runs.PLAN.slow['Search']\n"
-        "assert answer_of('', lambda: search(**runs.PLAN.start)).possible\n"
+        "search = plans.PLAN.slow['Search']\n"
+        "assert answer_of('', lambda: search(**plans.PLAN.start)).possible\n"
         "print(len({panel.title for panel in found}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
@@ -377,12 +377,12 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
 
 
 def test_a_layout_by_hand_and_the_search_are_the_planners_own():
-    job = runs.job_of(runs.PLAN.start)
-    by_hand, found = runs.PLAN.answer(tp=2, micro_batch=2), search(job)
+    job = job_of(PLAN.start)
+    by_hand, found = PLAN.answer(tp=2, micro_batch=2), search(job)
     assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
-    charts, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
+    charts, said = PLAN.slow["Search"](**PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 5
-    assert "does not divide" in runs.PLAN.answer(micro_batch=16, sequences=64, tp=1).said
+    assert "does not divide" in PLAN.answer(micro_batch=16, sequences=64, tp=1).said
 
 
 # ---------------------------------------------------------------- a ring, a game

@@ -8,7 +8,7 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import cluster_of, gpu
 from course_lib.panels import asked
-from course_lib.panels.planner import PLANNER
+from course_lib.panels.plans import PLANNER
 from course_lib.panels.record import Panel
 from course_lib.plan import Job, search
 

@@ -167,7 +167,6 @@ def refusals():
     attempt("sequence_sharding", lambda: context.build(whole, group, sequence_sharding="spiral"))
     attempt("outer", lambda: context.build(whole, group, outer=2))
     attempt("divisor", lambda: context.build(whole, group, "ulysses", outer=3))
-    attempt("merge", lambda: context.build(whole, group, "ulysses", merge_dtype=torch.float32))
     attempt("heads", lambda: context.build(model.build(config_of(LLAMA, num_kv_heads=1)), group, "ulysses"))
     attempt("family", lambda: context.build(model.build(config_of(GPT, family="xlmr")), group))
     engine = context.build(whole, group)
@@ -189,14 +188,13 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         "sequence_sharding": "sequence_sharding is 'spiral'; choose from",
         "outer": 'choose method="ulysses"',
         "divisor": "outer (3) must be a divisor of cp (2)",
-        "merge": "merge_dtype is torch.float32, but Ulysses without a ring merges nothing",
         "heads": "num_kv_heads (1) must be divisible by cp (2)",
         "family": "family is 'xlmr'",
         "twice": "replaced already",
         "length": "seq_len (18) must be a multiple of 2 x cp (4)",
-        "labels": "both must be (B, S)",
-        "none": "give at least one",
-        "positions": "seq_len (40) exceeds the learned positions (32)",
+        "labels": "both must be B x S",
+        "none": "there are no micro-batches",
+        "positions": "has 40 tokens; max_seq_len is 32",
     }
     for rank in launch(refusals, 2):
         assert rank.keys() == expected.keys()

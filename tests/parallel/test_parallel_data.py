@@ -2,13 +2,11 @@
 
 import copy
 import dataclasses
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import EXHAUSTIVE, VOCAB, Branches, LaunchedBySize, OddModel, message_of, some_batches
-from torch import nn
 
 from course_lib import model
 from course_lib.config import PRESETS
@@ -27,12 +25,6 @@ def odd_model():
     return OddModel().double()
 
 
-def contiguous_model():
-    odd = OddModel().double()
-    odd.up.weight = nn.Parameter(odd.up.weight.detach().contiguous())
-    return odd
-
-
 def tied_llama():
     config = dataclasses.replace(PRESETS["toy"], tied=True, num_layers=2)
     return model.build(config, seed=dist.get_rank(), dtype=torch.float64, recompute="full")
@@ -41,25 +33,11 @@ def tied_llama():
 # --- wrong engines: each must be found out
 
 
-class SumsInsteadOfMean(parallel.NaiveDP):
-    def finish(self):
-        for _, param in parallel.trainable(self.module):
-            dist.all_reduce(param.grad, group=self.group)
-
-
 class DividesEveryMicroBatch(parallel.BucketedDP):
     def _ready(self, param):
         if not self.syncing:
             param.grad.div_(self.group.size())
         super()._ready(param)
-
-
-class MissesTiedParameter(parallel.NaiveDP):
-    def finish(self):
-        tied = self.module.embed.weight
-        local = tied.grad.clone()
-        super().finish()
-        tied.grad.copy_(local)
 
 
 class NeverFlushesLastBucket(parallel.BucketedDP):
@@ -74,35 +52,21 @@ class NeverFlushesLastBucket(parallel.BucketedDP):
         self.num_started = 0
 
 
-class ForgetsNoSync(parallel.NaiveDP):
-    """Averages after every micro-batch. The mean of a mean is the mean: only the bytes tell."""
-
-    @contextmanager
-    def no_sync(self):
-        yield
-        self.finish()
-
-
 def bucketed(module, group):
     return parallel.build(module, group, SMALL_BUCKETS)
 
 
 ENGINES = {
-    "naive": (parallel.NaiveDP, contiguous_model),
-    "overlapped": (parallel.OverlappedDP, contiguous_model),
     "bucketed": (bucketed, odd_model),
     "one bucket": (parallel.build, odd_model),
     "bucketed llama": (bucketed, tied_llama),
 }
 WRONG = {
-    "sums instead of mean": (SumsInsteadOfMean, contiguous_model),
     "divides every micro-batch": (lambda m, g: DividesEveryMicroBatch(m, g, SMALL_BUCKETS), odd_model),
-    "misses the tied parameter": (MissesTiedParameter, contiguous_model),
     "never flushes the last bucket": (
         lambda m, g: NeverFlushesLastBucket(m, g, SMALL_BUCKETS),
         odd_model,
     ),
-    "forgets no_sync": (ForgetsNoSync, contiguous_model),
 }
 
 
@@ -146,9 +110,7 @@ def payload_bytes(build, module):
     parameters = parallel.trainable(module)
     if build is bucketed:
         return [sum(p.nbytes for _, p in members) for members in parallel.assign_buckets(parameters, SMALL_BUCKETS)]
-    if build is parallel.build:
-        return [sum(p.nbytes for _, p in parameters)]
-    return [p.nbytes for _, p in parameters]
+    return [sum(p.nbytes for _, p in parameters)]
 
 
 def measure_all(table):
@@ -181,23 +143,17 @@ def test_bytes_sent_equal_the_formula_with_and_without_accumulation(right, world
         for key, measured in of_rank.items():
             assert measured.sent_bytes == measured.expected_bytes, key
             assert measured.calls == measured.expected_calls, key
-    assert (right[world_size][0]["naive", 1].sent_bytes > 0) == (world_size > 1)
+    assert (right[world_size][0]["bucketed", 1].sent_bytes > 0) == (world_size > 1)
 
 
-@pytest.mark.parametrize("bug", ["sums instead of mean", "misses the tied parameter", "never flushes the last bucket"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_wrong_average_is_found_in_the_gradients(wrong, bug, micro_batches):
-    assert wrong[bug, micro_batches].difference > 1e-3
+def test_a_wrong_average_is_found_in_the_gradients(wrong, micro_batches):
+    assert wrong["never flushes the last bucket", micro_batches].difference > 1e-3
 
 
 def test_dividing_in_every_micro_batch_is_found_under_accumulation_only(wrong):
     assert wrong["divides every micro-batch", 1].difference < 1e-10
     assert wrong["divides every micro-batch", 3].difference > 1e-3
-
-
-def test_forgetting_no_sync_is_found_in_the_bytes_and_not_in_the_gradients(wrong):
-    assert wrong["forgets no_sync", 3].difference < 1e-10
-    assert wrong["forgets no_sync", 3].sent_bytes == 3 * wrong["forgets no_sync", 3].expected_bytes
 
 
 # --- what else a learner or a model may do
@@ -206,7 +162,6 @@ def test_forgetting_no_sync_is_found_in_the_bytes_and_not_in_the_gradients(wrong
 def unused_parameters():
     group, rank = dist.group.WORLD, dist.get_rank()
     refused = message_of(engines.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
-    overlapped = message_of(engines.accumulate_gradients, parallel.OverlappedDP(Branches(), group), some_batches(1))
     branches = Branches().double()
     engine = parallel.build(branches, group, SMALL_BUCKETS, allow_unused=True)
     reference = copy.deepcopy(branches)
@@ -221,7 +176,7 @@ def unused_parameters():
     pairs = list(zip(branches.parameters(), reference.parameters(), strict=True))
     same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
     difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
-    return refused, overlapped, same_nones, branches.layers["2"].weight.grad is None, difference
+    return refused, same_nones, branches.layers["2"].weight.grad is None, difference
 
 
 def used_in_an_early_micro_batch_only():
@@ -243,8 +198,8 @@ def used_in_an_early_micro_batch_only():
     return (averaged - local / 2).abs().max().item()
 
 
-def backward_twice(build):
-    engine = build(contiguous_model(), dist.group.WORLD)
+def backward_twice():
+    engine = bucketed(odd_model(), dist.group.WORLD)
     for batch in some_batches(2):
         loss_of(engine, *batch).backward()
 
@@ -266,17 +221,12 @@ def gradients_in_buckets():
 
 def losses():
     """How far the loss that comes back is from the mean over both ranks' batches."""
-    apart = {}
-    for name in ("naive", "overlapped", "bucketed"):
-        build, _ = ENGINES[name]
-        torch.manual_seed(0)
-        engine = build(contiguous_model(), dist.group.WORLD)
-        with torch.no_grad():
-            of_ranks = [loss_of(engine.module, *some_batches(1, seed=rank)[0]) for rank in range(2)]
-        loss = engines.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
-        apart[name] = abs(loss - sum(of_ranks) / 2).item()
+    engine = bucketed(odd_model(), dist.group.WORLD)
+    with torch.no_grad():
+        of_ranks = [loss_of(engine.module, *some_batches(1, seed=rank)[0]) for rank in range(2)]
+    loss = engines.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
     assert of_ranks[0] != of_ranks[1]
-    return apart
+    return abs(loss - sum(of_ranks) / 2).item()
 
 
 def on_two_ranks():
@@ -284,11 +234,8 @@ def on_two_ranks():
         "losses": losses(),
         "unused": unused_parameters(),
         "early": used_in_an_early_micro_batch_only(),
-        "twice": [message_of(backward_twice, build) for build in (parallel.OverlappedDP, bucketed)],
+        "twice": message_of(backward_twice),
         "inside": gradients_in_buckets(),
-        "strided": message_of(
-            engines.accumulate_gradients, parallel.OverlappedDP(odd_model(), dist.group.WORLD), some_batches(1)
-        ),
     }
 
 
@@ -298,18 +245,16 @@ def two_ranks():
 
 
 def test_the_loss_is_the_mean_over_the_batches_of_all_ranks(two_ranks):
-    for of_rank in two_ranks:
-        assert max(of_rank["losses"].values()) < 1e-12, of_rank["losses"]
+    assert max(of_rank["losses"] for of_rank in two_ranks) < 1e-12
 
 
 def test_unused_parameters_are_an_error_that_names_them_unless_allowed(two_ranks):
-    for refused, overlapped, *_ in (rank["unused"] for rank in two_ranks):
+    for refused, *_ in (rank["unused"] for rank in two_ranks):
         assert "'layers.1.weight', 'layers.1.bias', 'layers.2.weight'" in refused and "allow_unused=True" in refused
-        assert "'layers.1.weight'" in overlapped and "BucketedDP" in overlapped
 
 
 def test_ranks_that_use_different_layers_get_the_gradients_of_one_process(two_ranks):
-    for _, _, same_nones, unused_by_all_is_none, difference in (rank["unused"] for rank in two_ranks):
+    for _, same_nones, unused_by_all_is_none, difference in (rank["unused"] for rank in two_ranks):
         assert same_nones and unused_by_all_is_none and difference < 1e-12
 
 
@@ -318,13 +263,9 @@ def test_a_parameter_used_in_an_early_micro_batch_only_is_averaged_too(two_ranks
 
 
 def test_a_second_backward_before_finish_is_refused(two_ranks):
-    assert all("no_sync()" in message and "finish()" in message for message in two_ranks[0]["twice"])
+    assert "no_sync()" in two_ranks[0]["twice"] and "finish()" in two_ranks[0]["twice"]
 
 
 def test_gradients_live_inside_the_buckets_however_they_are_cleared(two_ranks):
     inside, removed_hooks_start_nothing = two_ranks[0]["inside"]
     assert inside == [True, True] and removed_hooks_start_nothing
-
-
-def test_overlapped_refuses_a_strided_gradient(two_ranks):
-    assert "contiguous" in two_ranks[0]["strided"]

@@ -224,30 +224,6 @@ def test_on_the_wire_are_activations_gradients_the_loss_the_tied_gradient_and_no
 
 
 @contextmanager
-def loses_a_message():
-    """Neither sent nor received: what comes instead are zeros."""
-
-    class Done:
-        def wait(self):
-            pass
-
-    def unless_third(do):
-        seen = Counter()
-
-        def wrong(x, channel):
-            seen[channel] += 1
-            return (x.zero_() if do is channels.receive else x, Done())[1] if seen[channel] == 3 else do(x, channel)
-
-        return wrong
-
-    with (
-        patch.object(executor, "send", unless_third(channels.send)),
-        patch.object(executor, "receive", unless_third(channels.receive)),
-    ):
-        yield
-
-
-@contextmanager
 def drops_weight_gradients():
     with patch.object(weight_gradients.WeightGradientStore, "run", lambda queue: None):
         yield
@@ -270,28 +246,10 @@ def takes_micro_batches_as_equal():
         yield
 
 
-@contextmanager
-def keeps_activations():
-    class Keeping(dict):
-        def pop(self, key):
-            return self[key]
-
-    init = executor.Executor.__init__
-
-    def wrong(run, *inputs):
-        init(run, *inputs)
-        run.kept = Keeping()
-
-    with patch.object(executor.Executor, "__init__", wrong):
-        yield
-
-
 BUGS = [
-    loses_a_message,
     drops_weight_gradients,
     sums_no_tied_gradient,
     takes_micro_batches_as_equal,
-    keeps_activations,
 ]
 PLANTED = [Case("1f1b", 4, TIED), Case("zbv", 4, TIED), Case("zb_h1", 4, TIED)]
 
@@ -304,23 +262,19 @@ def planted():
                 engine = shared.build(case)
                 loss = engines.accumulate_gradients(engine, micro_batches(case.m))
             apart = distance(engines.full_gradients(engine), loss, *shared.reference(case))
-            found[bug.__name__, case.name] = {name for name, far in apart.items() if far > 1e-6}, engine.peak_live
+            found[bug.__name__, case.name] = {name for name, far in apart.items() if far > 1e-6}
     return found
 
 
 @pytest.mark.exhaustive
 def test_planted_bugs_are_found_where_they_are():
-    for rank, found in enumerate(launch(planted, 2)):
+    for found in launch(planted, 2):
         for case in PLANTED:
-            lost, _ = found["loses_a_message", case.name]
-            assert "loss" in lost and "embed.weight" in lost
-            assert "loss" in found["takes_micro_batches_as_equal", case.name][0]
-            kept, live = found["keeps_activations", case.name]
-            assert not kept and live > simulate(case.schedule(2), Costs()).peak_live[rank]
-        assert found["sums_no_tied_gradient", "1f1b"][0] == {"embed.weight"}
-        assert not found["sums_no_tied_gradient", "zbv"][0]  # one rank has both ends: one tensor, no bug
-        assert found["drops_weight_gradients", "zbv"][0] == found["drops_weight_gradients", "zb_h1"][0] == {"names"}
-        assert not found["drops_weight_gradients", "1f1b"][0]  # nothing waits there
+            assert "loss" in found["takes_micro_batches_as_equal", case.name]
+        assert found["sums_no_tied_gradient", "1f1b"] == {"embed.weight"}
+        assert not found["sums_no_tied_gradient", "zbv"]  # one rank has both ends: one tensor, no bug
+        assert found["drops_weight_gradients", "zbv"] == found["drops_weight_gradients", "zb_h1"] == {"names"}
+        assert not found["drops_weight_gradients", "1f1b"]  # nothing waits there
 
 
 # --- steps, meshes, other ways to build

@@ -19,7 +19,7 @@ from course_lib.model import moe
 from course_lib.parallel import expert_tensor
 from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual, column_linears
 from course_lib.parallel.sequence import ShardedResidual
-from course_lib.parallel.vocabulary import vocab_cross_entropy
+from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=1, d_ff=27, vocab_size=39, max_seq_len=32)
@@ -44,7 +44,11 @@ def engine_of(name):
             block.attention.k.weight.requires_grad_(False)
             block.mlp.down.weight.requires_grad_(False)
     delayed = DelayedWeightGradients(whole)  # before its layers are cut, as a pipeline makes it
-    expert_tensor.cut_over_tp(whole, residual(dist.group.WORLD, **options))
+    stream = residual(dist.group.WORLD, **options)
+    whole.embed, whole.head = VocabEmbedding(whole.embed, stream), ColumnLinear(whole.head, stream)
+    whole.tie()
+    for block in whole.blocks:
+        expert_tensor.cut_block(block, stream, config)
     return whole, delayed
 
 

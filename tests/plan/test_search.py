@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from random_layouts import LLAMA, MODELS
 
-from course_lib.config import preset
+from course_lib.config import MlaConfig, preset
 from course_lib.engines import ENGINES
 from course_lib.estimate import estimate
 from course_lib.hardware import Cluster, gpu, link
@@ -18,8 +18,8 @@ from course_lib.plan.search import (
     advised,
     differences,
     front,
+    least_bytes,
     least_s,
-    least_states,
     one_of_each_kind,
     ranked_s,
 )
@@ -27,10 +27,14 @@ from course_lib.plan.space import leaner, shapes, sharded
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 SMALL_GPU = replace(gpu("h100"), usable_bytes=2 * 2**30)  # of which 1.1 to 1.9 GiB are no tensors
+LEAN_GPU = replace(SMALL_GPU, usable_bytes=1.3 * 2**30)
 WIDE = replace(
     LLAMA, d_model=1024, num_heads=8, d_ff=2048, head_dim=128, vocab_size=8192, num_layers=8, max_seq_len=8192
 )
 EXPERTS = replace(WIDE, name="experts", moe=MODELS["experts"].moe)
+LATENT = replace(
+    EXPERTS, name="latent experts", num_layers=4, num_kv_heads=8, head_dim=96, mla=MlaConfig(256, 128, 64, 32, 64)
+)
 TIED = replace(WIDE, name="tied", tied=True, num_layers=6, d_model=512, head_dim=64, max_seq_len=8192)
 TIGHT = Job(WIDE, replace(H100, gpu=SMALL_GPU, gpus_per_node=4), 8, 512, 32 * 512)
 ROOMY = Job(replace(LLAMA, d_model=512, num_heads=8, d_ff=2048, head_dim=64), H100, 16, 512, 32 * 512)
@@ -39,6 +43,7 @@ JOBS = [
     replace(TIGHT, num_gpus=4),
     replace(TIGHT, config=EXPERTS, batch_tokens=16 * 512),
     replace(TIGHT, config=TIED, num_gpus=16, seq_len=8192, batch_tokens=16 * 8192),
+    replace(TIGHT, config=LATENT, cluster=replace(TIGHT.cluster, gpu=LEAN_GPU), batch_tokens=8 * 512),
     replace(TIGHT, engine="megatron"),
     replace(TIGHT, engine="megatron", config=EXPERTS, num_gpus=4),
     replace(TIGHT, engine="torchtitan", num_gpus=16),
@@ -119,7 +124,7 @@ def test_no_step_takes_less_than_the_bound_and_no_rank_holds_less(job):
     for layout in random.Random(1).sample(layouts, min(150, len(layouts))):
         option = work_out(job, layout)
         assert least_s(job, layout) <= option.step_s * (1 + 1e-9), layout
-        assert least_states(job, layout) <= option.memory_bytes, layout
+        assert max(least_bytes(job, layout, rank) for rank in range(layout.pp)) <= option.memory_bytes * (1 + 1e-9)
         for fewer in leaner(job, layout):
             assert option.step_s <= work_out(job, fewer).step_s * (1 + 1e-9), fewer
             assert option.memory_bytes >= work_out(job, fewer).memory_bytes * (1 - 1e-9), fewer
@@ -131,6 +136,7 @@ def test_bounds_are_near_where_models_are_large():
     for text in ("dp=64,tp=4,pp=2,zero_stage=1,sequence_parallel=true,micro_batches=8", "dp=512,zero_stage=3"):
         option = work_out(job, Layout.parse(text))
         assert 0.8 < least_s(job, option.layout) / option.step_s < 1
+        assert 0.8 < least_bytes(job, option.layout, 0) / option.memory_bytes < 1
 
 
 @pytest.mark.slow
@@ -177,11 +183,11 @@ def test_ranked_front_and_rejected_are_what_they_say(tight):
         assert not any(other.memory_bytes < option.memory_bytes and other.mfu > option.mfu for other in tight.ranked)
     assert front(tight.ranked[:1]) == tight.ranked[:1]
     assert len(tight.rejected) == 2
-    for rejected in tight.rejected:
-        option = work_out(TIGHT, rejected.layout)
-        assert rejected.layout != tight.best.layout and differences(rejected.layout, tight.best.layout) < 4
-        assert rejected.reason.startswith("does not fit") == (not option.fits)
-        assert option.fits or option.memory_in_words in rejected.reason
+    for layout, reason in tight.rejected:
+        option = work_out(TIGHT, layout)
+        assert layout != tight.best.layout and differences(layout, tight.best.layout) < 4
+        assert reason.startswith("does not fit") == (not option.fits)
+        assert option.fits or option.memory_in_words in reason
 
 
 def test_a_tight_layout_ranks_below_those_of_nearly_its_speed():

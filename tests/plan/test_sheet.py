@@ -57,13 +57,13 @@ def test_where_nothing_fits_the_planner_s_row_says_so_and_there_is_no_plan():
         too_large.plan()
 
 
-def test_a_sheet_becomes_the_planner_s_plan_or_the_one_decided_last_and_judges_it():
+def test_a_sheet_becomes_the_planner_s_plan_or_the_one_decided_last_and_is_compared_with_the_fastest():
     made, mine = Sheet("my-8b", Choice()), "dp=2,tp=8,micro_batches=64,zero_stage=1"
     best, decided = made.plan(), replace(made, choice=replace(made.choice, decided=("dp=16", mine))).plan()
     assert best == made.rows("10")[-1].estimate
     assert decided == work_out(made.choice.job(), Layout.parse(mine))
-    assert "fits" in made.judge(best.layout) and "\n100%" in made.judge(best.layout)
-    assert f"\n{best.step_s / decided.step_s:.0%} of the speed" in made.judge(decided.layout)
+    assert "fits" in made.compare_with_fastest(best.layout) and "\n100%" in made.compare_with_fastest(best.layout)
+    assert f"\n{best.step_s / decided.step_s:.0%} of the speed" in made.compare_with_fastest(decided.layout)
 
 
 def test_what_cannot_be_says_why_in_its_row():

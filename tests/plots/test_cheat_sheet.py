@@ -9,7 +9,7 @@ from course_lib.plots.cheat_sheet import draw, sheet, write
 
 
 def found(title: str) -> dict[str, str]:
-    return next(dict(part.lines) for part in sheet() if part.title.startswith(title))
+    return next(dict(lines) for name, lines in sheet().items() if name.startswith(title))
 
 
 def test_formulas_on_the_sheet_are_what_the_package_computes():

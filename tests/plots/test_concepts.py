@@ -14,7 +14,7 @@ from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
-from course_lib.float_formats import FORMATS
+from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.hardware import LINKS, Cluster, gpu
 from course_lib.launch import launch
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
@@ -206,7 +206,8 @@ SAID = {
     "eight_bit_formats": eight_bit_formats(),
     "scale_blocks": [f"{bits} bits{more} per element" for bits, more in (
                      (8, ""), (8, " + 32/K"), (round(8 + 32 / 128**2, 3), ""), (8 + 32 / 128, ""),
-                     (8 + 8 / 32, f" (FP4: {4 + 8 / 32})"), (4 + 8 / 16, ""))],
+                     (BLOCK_FORMATS["mxfp8"].bits, f" (FP4: {BLOCK_FORMATS['mxfp4'].bits})"),
+                     (BLOCK_FORMATS["nvfp4"].bits, ""))],
     "numbers": [f"is rounded to {torch.tensor(1.001).to(kind).item():.6g}" for kind in (torch.bfloat16, torch.float16)],
     "mixed_step": [*(f"16 bits, {size} B" for size in (MIXED.param_bytes, MIXED.grad_bytes)),
                    *(f"FP32, {size} B" for size in (MIXED.moment_bytes, MIXED.master_bytes))],

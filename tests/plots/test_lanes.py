@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from course_lib.hardware import LINKS, PUBLISHED_BUS_BANDWIDTH
-from course_lib.measure.trace import RankTrace, seconds_of
+from course_lib.measure.trace import RankTrace
 from course_lib.plots import curves, pipeline, rank_traces, timeline
 from course_lib.schedules import (
     SCHEDULES,
@@ -86,19 +86,16 @@ def trace(rank: int) -> RankTrace:
     return RankTrace(rank, tuple(Span(rank, lane, lane, float(a), float(b)) for lane, a, b in spans), 10.0, "cuda")
 
 
-def test_a_rank_has_the_intervals_known_by_hand_and_bars_that_end_where_the_step_ends(shown, axes):
-    row = rank_traces.rank_row(trace(0))
-    assert row.compute == [(0, 4), (6, 7)] and row.communication == {"tp": [(3, 6)], "data": [(5, 9)]}
-    assert row.exposed == {"tp": [(4, 6)], "data": [(7, 9)]}  # 5-6 is tp's already
-    for axis, seconds in seconds_of(trace(0)).exposed_s.items():
-        assert sum(stop - start for start, stop in row.exposed[axis]) == pytest.approx(seconds)
-    rank_traces.draw_sums(axes, [row, rank_traces.rank_row(trace(1))], 1.0)
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
-    assert ends == pytest.approx([5, 7, 9, 10] * 2)
-    assert [text.get_text() for text in axes.texts] == [" 10.0 s, 40% exposed"] * 2
+def test_a_rank_has_the_intervals_known_by_hand_and_bars_that_end_where_the_step_ends(capsys):
+    over_time, in_sum = rank_traces.trace_charts([trace(0), trace(1)])
+    drawn = {label: [(box.start, box.stop, box.part) for box in boxes] for label, boxes in over_time.rows.items()}
+    assert drawn["rank 1 computes"] == [(0, 4, "computing"), (6, 7, "computing")]
+    assert drawn["rank 1 sends"] == [(3, 6, "tp"), (5, 9, "data")]
+    assert [(box.part, box.stop) for box in in_sum.rows["rank 0"]] == [
+        ("computing", 5), ("tp", 7), ("data", 9), ("neither", 10),
+    ]  # fmt: skip
     rank_traces.show_rank_traces([trace(0), trace(1)])
-    texts = [text.get_text() for text in shown[-1].legends[0].get_texts()]
-    assert texts == ["computing", "communication over tp", "communication over data", "neither (below)"]
+    assert "rank 0 10.0 s, 40% exposed; rank 1 10.0 s, 40% exposed." in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="there are no traces to draw"):
         rank_traces.show_rank_traces([])
 

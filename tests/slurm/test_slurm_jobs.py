@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 SETUP = """
 import os, sys, time, subprocess, dataclasses
 import torch, torch.distributed as dist
-from course_lib.launch import launch, progress, Slurm
+from course_lib.launch import launch, progress, report, Slurm
 where = Slurm(folder={folder!r})
 """
 
@@ -156,7 +156,7 @@ launch(work, 4, where=where)
     )
     assert cell.error.startswith("RankError: rank 3 of 4 on n2 was killed by SIGSEGV"), cell.error
     assert "rank 0 on n1 stood at Cell, line 5, in work: time.sleep(30)" in cell.error
-    message = kernel.start("launch(lambda: (print('up'), time.sleep(30)), 4, where=where, live=True)")
+    message = kernel.start("launch(lambda: (report('up', 1), time.sleep(30)), 4, where=where, on_report=print)")
     wait_for_output(kernel, "up")
     subprocess.run(["scancel", f"--user={os.environ.get('USER', 'root')}"], check=True)
     error = kernel.finish(message).error
@@ -166,7 +166,8 @@ launch(work, 4, where=where)
 
 def test_a_cancelled_cell_cancels_its_job(kernel):
     message = kernel.start(
-        "launch(lambda: (print('up'), subprocess.Popen(['sleep', '4711']), time.sleep(100)), 4, where=where, live=True)"
+        "launch(lambda: (report('up', 1), subprocess.Popen(['sleep', '4711']), time.sleep(100)), 4, where=where, "
+        "on_report=print)"
     )
     wait_for_output(kernel, "up")
     sleeping = [process for process in psutil.process_iter() if cmdline(process) == ["sleep", "4711"]]
@@ -198,7 +199,7 @@ def test_the_job_of_a_notebook_that_is_gone_ends_itself(folder):
     kernel = Kernel()
     kernel.show(SETUP.format(folder=str(folder)) + "from course_lib.launch import _slurm; _slurm.LOST_S = 4.0")
     where = "where=dataclasses.replace(where, nodes=1)"
-    kernel.start(f"launch(lambda: (print('up'), time.sleep(100)), 2, {where}, live=True, timeout=6)")
+    kernel.start(f"launch(lambda: (report('up', 1), time.sleep(100)), 2, {where}, on_report=print, timeout=6)")
     wait_for_output(kernel, "up")
     kernel.stop()
     assert queue("--states=RUNNING") != ""

@@ -2,23 +2,17 @@
 
 import os
 import pickle
-import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import run_logs
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from course_lib import checkpoint, model
-from course_lib.authoring import ROOT
 from course_lib.launch import launch
 from course_lib.launch.rendezvous import Place
 from course_lib.layout import Layout
@@ -26,7 +20,6 @@ from course_lib.memory.budget import budgets
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.train import Checkpoints, Logs, TrainPlan
-from course_lib.train import log as train_log
 from course_lib.train import trainer as train
 from course_lib.train.options import layout_for, model_named
 from course_lib.train.plan import learning_rate_of
@@ -123,47 +116,6 @@ def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
 
 
 @pytest.mark.long
-def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_path):
-    """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
-    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
-    plan = TrainPlan(24, 32, seed=5, warmup=4, decay="cosine")
-    log, folder, config = train_log.log_path(tmp_path), tmp_path / "killed", model_named(DROPOUT)
-    command = [
-        sys.executable,
-        "-m",
-        "course_lib.train",
-        *text.split(),
-        "--checkpoint",
-        str(folder),
-        "--log-folder",
-        str(tmp_path),
-    ]
-    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    last = random.randint(4, 16)
-    wait_until(lambda: len(run_logs.losses_of(log)) > last or killed.poll() is not None)
-    time.sleep(random.random() * 0.02)
-    killed.kill()
-    assert killed.wait() < 0, "it ended before it was killed"
-    done = len(run_logs.losses_of(log))
-    run, logs = (config, layout_for("dp=1", BATCH), plan), Logs(str(tmp_path))
-    kept, whole = (Checkpoints(str(place), every=3) for place in (folder, tmp_path / "whole"))
-    goes_on, expected = launch(by_each, 1, [(*run, kept, logs), (*run, whole)])[0]
-    assert 0 < goes_on.first_step <= done + 1
-    losses = run_logs.losses_of(log)
-    print(f"killed after step {done}, repeated {sum(len(of_step) > 1 for of_step in losses.values())}")
-    assert list(losses) == list(range(24))
-    assert all(loss == expected.losses[step] for step, of_step in losses.items() for loss in of_step)
-    assert equal_bits(weights_in(folder, config), weights_in(tmp_path / "whole", config))
-
-
-def wait_until(happened, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.long
 def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(tmp_path):
     layout, kept = layout_for("dp=2", BATCH), Checkpoints(str(tmp_path), every=2)
     run = (LLAMA, layout, PLAN, kept)
@@ -172,7 +124,6 @@ def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(
         (LLAMA, layout_for("dp=2", 16), PLAN, kept): "batch_size 8 (now 16)",
         (model_named("toy"), layout, PLAN, kept): "model.d_model 32 (now 64)",
         (LLAMA, layout, replace(PLAN, steps=4), kept): "has done 6 steps, more than steps (4)",
-        (LLAMA, layout, PLAN, replace(kept, resume="never")): "is there already",
         (LLAMA, Layout(dp=4), PLAN, kept): "needs 4 ranks (dp 4), but there are 2; use",
     }
     results = launch(by_each, 2, [run, *wrong])
@@ -308,6 +259,18 @@ def test_the_ranks_of_a_machine_must_fit_into_its_memory_together():
         assert text.startswith("Refused: toy with sequences of 32 tokens takes ") and "for 4 ranks on" in text, text
         assert f"{needed / 1e9:,.2f} GB" in text and "GB are free there; choose" in text
     assert launch(train.check_memory, 4, LLAMA, layout, PLAN, quiet=True)[0] is None
+
+
+def test_with_a_loss_in_chunks_the_trainer_has_the_same_losses_and_needs_less_memory():
+    layout, plan = layout_for("dp=2", BATCH), replace(PLAN, steps=3, precision="fp64")
+    chunked = replace(plan, loss_chunks=5)
+    runs = [(LLAMA, layout, plan), (LLAMA, layout, chunked), (LLAMA, layout_for("tp=2", BATCH), chunked)]
+    whole, in_chunks, refused = launch(by_each, 2, runs, quiet=True)[0]
+    assert in_chunks.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert refused == "ValueError: loss_chunks is 5, but tp (2) cuts the vocabulary; leave out one"
+    config = replace(LLAMA, vocab_size=8192)
+    peaks = [budgets(Run(config, layout, 256, loss_chunks=chunks))[0].peak_bytes for chunks in (1, 5)]
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Ranks that hold other numbers are named; so is a slow one."""
 
-import time
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,24 +81,6 @@ def test_the_majority_is_right_and_without_one_all_are_named():
     assert health.differences([many, many, dict.fromkeys(many, "2")]) == "rank 2 differs in w0, w1, w2 and 2 more"
 
 
-def own_seconds(slow: int | None) -> int | None:
-    """A data-parallel forward sends nothing; one rank's takes three times as long."""
-    torch.manual_seed(0)
-    layer, x = torch.nn.Linear(256, 256), torch.randn(64, 256)
-    seconds = []
-    for _ in range(9):
-        start = time.thread_time()
-        for _ in range(60 if dist.get_rank() == slow else 20):
-            layer(x)
-        seconds.append(time.thread_time() - start)
-        dist.barrier()
-    return health.slowest_rank(health.gather_seconds(seconds, dist.group.WORLD), factor=2.0)
-
-
-def test_a_slow_rank_is_named_by_all():
-    assert list(launch(own_seconds, 3, 1)) == [1, 1, 1]
-
-
 def test_the_rule_forgets_single_slow_steps_and_needs_a_clear_difference():
     even = [1.0, 1.1, 0.9]
     assert health.slowest_rank([even, [1.0, 9.0, 1.0], even]) is None
@@ -163,3 +145,21 @@ def same_tokens() -> None:
 def test_another_norm_other_tokens_and_the_same_data_are_named(layout, plant, said):
     for text in launch(planted, 4, layout, plant, timeout=60):
         assert said in text and "after step 0" in text, text
+
+
+def nan_on(victim: int, layout: str) -> None:
+    """From step 1 on, every forward pass of one rank gives NaN."""
+    calls = []
+
+    def damaged(engine, micro_batches):
+        share = original(engine, micro_batches)
+        calls.append(share)
+        return share * math.nan if dist.get_rank() == victim and len(calls) > 1 else share
+
+    original, five_d.FiveD.run = five_d.FiveD.run, damaged
+    trainer.train(MODEL, layout_for(layout, 8), PLAN, say=trainer.ignore)
+
+
+def test_nan_on_one_rank_names_the_rank_and_the_step():
+    with pytest.raises(RankError, match=r"the loss of step 1 is nan \(not finite on rank 2\)"):
+        launch(nan_on, 4, 2, "dp=2,tp=2", timeout=60)

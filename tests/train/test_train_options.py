@@ -47,8 +47,7 @@ def test_options_that_cannot_be_read_are_told_by_one_rank(wrong, said, capsys):
     [
         ("--model toy --layout tp=3", "num_heads"),
         ("--layout cp=2 --seq-len 33", "33"),
-        ("--checkpoint a --resume maybe", "resume is 'maybe'; choose from auto, never"),
-        ("--resume never", "say more of checkpoints, and there are none; give checkpoint"),
+        ("--every 7", "say more of checkpoints, and there are none; give checkpoint"),
         ("--in-background", "say more of checkpoints, and there are none; give checkpoint"),
         ("--model toy,vocab_size=100", r"vocab_size \(100\) must be at least 256: each byte of the text is a token"),
     ],

@@ -13,12 +13,9 @@ import pytest
 import run_logs
 import torch
 
-from course_lib import checkpoint
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
-from course_lib.layout import Layout
-from course_lib.parallel import five_d
-from course_lib.train import Checkpoints, TrainPlan, trainer
+from course_lib.train import TrainPlan, trainer
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
 
@@ -87,25 +84,10 @@ def options(folder: Path, steps: int = STEPS, layout: str = LAYOUT) -> list[str]
     return [*text.split(), "--checkpoint", str(folder), "--log-folder", str(folder)]
 
 
-def uninterrupted(steps: int, layout: str, folder: Path | None = None) -> list[float]:
+def uninterrupted(steps: int, layout: str) -> list[float]:
     """The losses of the same function in a launch."""
     lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
-    kept = Checkpoints(str(folder), every=3) if folder else None
-    return launch(trainer.train, lies.world_size, model_named(MODEL), lies, plan, kept, quiet=True)[0].losses
-
-
-def weights_in(*folders: Path) -> list[dict[str, torch.Tensor]]:
-    """The whole weights of the last checkpoint in each folder, read by one process."""
-
-    def load() -> list[dict[str, torch.Tensor]]:
-        found = []
-        for folder in folders:
-            engine = five_d.build(model_named(MODEL), Layout(), seed=99)
-            checkpoint.load(engine, None, folder)
-            found.append({name: param.detach() for name, param in five_d.named_parameters(engine).items()})
-        return found
-
-    return launch(load, 1)[0]
+    return launch(trainer.train, lies.world_size, model_named(MODEL), lies, plan, quiet=True)[0].losses
 
 
 def test_accelerate_launch_runs_it(tmp_path):

@@ -51,18 +51,6 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(count):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_forgetting_to_divide_or_weighting_uneven_parts_alike_is_seen():
-    def forgot(model, divisor):
-        for x_part, y_part in training.micro_batches(*rows(), 4):
-            (loss_of(model, x_part, y_part) / divisor).backward()
-        return 0.0
-
-    _, expected = gradients_of(big_batch)
-    for divisor in (1, 4):
-        _, found = gradients_of(lambda model, divisor=divisor: forgot(model, divisor))
-        assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) > 1e-4
-
-
 @pytest.mark.slow
 def test_thirty_steps_teach_the_toy_much_of_python():
     losses = losses_of(preset("toy"), TrainConfig(steps=30, batch_size=4))
@@ -76,15 +64,6 @@ def test_every_precision_learns(precision):
     plan = TrainConfig(steps=12, batch_size=4, seq_len=32, micro_batches=2, learning_rate=1e-2, precision=precision)
     losses = losses_of(SMALL, plan)
     assert losses[-1] < losses[0] - 1.0
-
-
-def test_recomputation_trains_alike():
-    plan = TrainConfig(steps=3, batch_size=4, seq_len=32)
-    plain, full, selective = (
-        losses_of(SMALL, plan, attention="standard", recompute=kind) for kind in ("none", "full", "selective")
-    )
-    assert plain == pytest.approx(full, abs=1e-5)
-    assert plain == pytest.approx(selective, abs=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master-fp32-grads", "bf16-master-both-grads"])

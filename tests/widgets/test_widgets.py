@@ -11,8 +11,9 @@ from course_lib.compare.profile import Comparison
 from course_lib.panels.collectives import OVERLAP
 from course_lib.panels.one_gpu import BLOCKS, MEMORY, RECOMPUTE
 from course_lib.panels.pipeline import PUZZLE
+from course_lib.panels.plans import PLAN
 from course_lib.panels.record import Panel
-from course_lib.panels.runs import KNOWN, LAYOUT, PLAN, TENSOR_SEQUENCE, ZERO
+from course_lib.panels.runs import KNOWN, LAYOUT, TENSOR_SEQUENCE, ZERO
 from course_lib.widgets import measure_layout, measure_memory, measure_zero, play
 from course_lib.widgets.host import OWN
 

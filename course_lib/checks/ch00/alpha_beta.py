@@ -87,7 +87,7 @@ _WRONG_FASTER = {
     "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
     "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
         lambda *case: "doubling",
-        lambda *case: _faster_all_reduce(*case, pieces=1),
+        {"pieces": 1},
     ],
     "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
         _faster_all_reduce(payload_bytes, size, _with_both_directions(link))

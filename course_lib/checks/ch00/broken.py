@@ -32,36 +32,21 @@ class Summary:
         return total / count, self.largest(values)
 
 
-def _summed(mean) -> type:
-    """Return the program with one sum over ranks: mean(values, batch_size, group)."""
+class _Summed(Summary):
+    """With one sum over ranks."""
 
-    class Summed(Summary):
-        def of(self, values, batch_size):
-            return mean(values, batch_size, self.group), self.largest(values)
-
-    return Summed
-
-
-def _by_counts(values, batch_size, group):
-    total, count = comm.all_reduce(torch.stack([values.sum(), torch.tensor(float(len(values))).to(values)]), group)
-    return total / count
-
-
-def _of_the_fewest(values, batch_size, group):
-    shortest = -int(comm.all_reduce(torch.tensor(-float(len(values))), group, op="max"))
-    return _by_counts(values[: shortest // batch_size * batch_size or shortest], batch_size, group)
-
-
-class _Joins(Summary):
-    """Right: a rank without values adds empty batches until all are done."""
+    def mean(self, values, batch_size):
+        both = torch.stack([values.sum(), torch.tensor(float(len(values))).to(values)])
+        total, count = comm.all_reduce(both, self.group)
+        return total / count
 
     def of(self, values, batch_size):
-        batches = list(values.split(batch_size))
-        rounds = int(comm.all_reduce(torch.tensor(float(len(batches))), self.group, op="max"))
-        total, count = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-        for batch in batches + [values[:0]] * (rounds - len(batches)):
-            total, count = self.add(batch, total, count)
-        return total / count, self.largest(values)
+        return self.mean(values, batch_size), self.largest(values)
+
+
+def _of_the_fewest(program, values, batch_size):
+    shortest = -int(comm.all_reduce(torch.tensor(-float(len(values))), program.group, op="max"))
+    return _Summed.mean(program, values[: shortest // batch_size * batch_size or shortest], batch_size)
 
 
 def _values(rng) -> list[tuple]:
@@ -74,19 +59,13 @@ def _watch(answer, values, batch_size):
     return on_ranks(lambda values, batch_size, group: answer(group).of(values, batch_size), values, batch_size)
 
 
-_wrong = {
-    "the mean is that of the ranks' means; ranks have different numbers of values": lambda values, batch_size, group: (
-        comm.all_reduce(values.mean(), group, op="mean")
-    ),
-    "the mean lacks the values of ranks that have more batches than others": _of_the_fewest,
+WRONG = {
+    "your ranks wait for each other for ever": Stops(Summary),
+    "the mean is that of the ranks' means; ranks have different numbers of values": {
+        "mean": lambda self, values, batch_size: comm.all_reduce(values.mean(), self.group, op="mean")
+    },
+    "the mean lacks the values of ranks that have more batches than others": {"mean": _of_the_fewest},
 }
-WRONG = {"your ranks wait for each other for ever": Stops(Summary)} | {told: _summed(of) for told, of in _wrong.items()}
 check_summary = Exercise(
-    _summed(_by_counts),
-    _values,
-    WRONG,
-    lambda *args: {"the result": _watch(*args)["the result"]},
-    right=_Joins,
-    ranks=True,
-    seconds=3.0,
+    _Summed, _values, WRONG, lambda *args: {"the result": _watch(*args)["the result"]}, ranks=True, seconds=3.0
 )

@@ -5,6 +5,7 @@ Numbers are whole (as float64), so that sums are exact in any order. No element 
 
 import math
 import random
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,6 @@ def _mean_of_shares(losses_b, group):
     """The mean over all samples of a group, from one all-reduce, also if a rank has no sample."""
     total, count = all_reduce(torch.stack([losses_b.sum(), losses_b.new_tensor(len(losses_b))]), group)
     return total / count
-
-
-def _from_numbers(losses_b, group):
-    both = torch.tensor([losses_b.sum().item(), losses_b.numel()], dtype=losses_b.dtype)
-    dist.all_reduce(both, group=group)
-    return both[0].div(both[1]).view(1)
 
 
 def _weighted_by_own_mean(losses_b, group):
@@ -95,9 +90,7 @@ _WRONG_MEAN = {
 _SAYS_MEAN = {
     "calls": "one all_reduce is asked for; two numbers of every rank are enough, so nothing has to be gathered"
 }
-check_mean_of_unequal_shares = Exercise(
-    _mean_of_shares, _shares, _WRONG_MEAN, _watch_mean, _SAYS_MEAN, right=_from_numbers, ranks=True
-)
+check_mean_of_unequal_shares = Exercise(_mean_of_shares, _shares, _WRONG_MEAN, _watch_mean, _SAYS_MEAN, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 2. a ring of unequal shards
@@ -112,24 +105,6 @@ def _ring_all_gather(x_shard, lengths, group, order=lambda shards, rank: shards,
     return torch.cat(order(shards, rank))
 
 
-def _turned_at_the_end(x_shard, lengths, group):
-    """A list in the order of arrival, put into rank order by a rotation."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    came = [x_shard]
-    for step in range(1, size):
-        like = x_shard.new_empty(lengths[(rank - step) % size])
-        sending = dist.isend(came[-1], group=group, group_dst=(rank + 1) % size)
-        dist.recv(like, group=group, group_src=(rank - 1) % size)
-        sending.wait()
-        came.append(like)
-    from_next = came[::-1]  # of ranks r + 1, ..., r
-    return torch.cat(from_next[size - 1 - rank :] + from_next[: size - 1 - rank])
-
-
-def _buffer_as_long_as_mine(x_shard, lengths, group):
-    return _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
-
-
 def _padded_collective(x_shard, lengths, group):
     padded = torch.cat([x_shard, x_shard.new_zeros(max(lengths) - len(x_shard))])
     rows = all_gather(padded, group).view(len(lengths), -1)
@@ -137,15 +112,8 @@ def _padded_collective(x_shard, lengths, group):
 
 
 def _straight_to_everybody(x_shard, lengths, group):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shards = [x_shard.new_empty(length) for length in lengths]
-    shards[rank] = x_shard.clone()
-    others = [peer for peer in range(size) if peer != rank]
-    handles = [dist.isend(x_shard, group=group, group_dst=peer) for peer in others]
-    handles += [dist.irecv(shards[peer], group=group, group_src=peer) for peer in others]
-    for handle in handles:
-        handle.wait()
-    return torch.cat(shards)
+    shards = [x_shard if rank == group.rank() else x_shard.new_empty(length) for rank, length in enumerate(lengths)]
+    return torch.cat([_tree_broadcast(shard, rank, group) for rank, shard in enumerate(shards)])
 
 
 def _unequal_shards(rng: random.Random) -> list[tuple]:
@@ -166,20 +134,18 @@ def _watch_ring(answer, shards, lengths):
 
 _WRONG_RING = {
     "the shards stand in the order in which they arrived; put each at its owner's place": (
-        lambda *given: _ring_all_gather(
-            *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
-        )
+        {"order": lambda shards, rank: [shards[rank - step] for step in range(len(shards))]}
     ),
     "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
-        lambda *given: _ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
+        {"order": lambda shards, rank: shards[rank:] + shards[:rank]}
     ),
-    "the shards stand in rank order, but the last rank's first": lambda *given: _ring_all_gather(
-        *given, order=lambda shards, rank: shards[::-1]
-    ),
+    "the shards stand in rank order, but the last rank's first": {"order": lambda shards, rank: shards[::-1]},
     "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
-        lambda *given: _ring_all_gather(*given, more=1)
+        {"more": 1}
     ),
-    "its two ends disagree on its length": Stops(_buffer_as_long_as_mine),
+    "its two ends disagree on its length": Stops(
+        lambda x_shard, lengths, group: _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
+    ),
     "only send and recv are allowed here": Stops(_padded_collective),
     "only to its right neighbour": Stops(_straight_to_everybody),
 }
@@ -189,74 +155,32 @@ _SAYS_RING = {
 }
 _HANG_RING = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
 check_ring_all_gather = Exercise(
-    _ring_all_gather, _unequal_shards, _WRONG_RING, _watch_ring, _SAYS_RING, right=_turned_at_the_end, ranks=_HANG_RING
+    _ring_all_gather, _unequal_shards, _WRONG_RING, _watch_ring, _SAYS_RING, ranks=_HANG_RING
 )
 
 
 # ------------------------------------------------------------------------------------ 3. a tree
-def _tree_broadcast(x, src, group, root=None):
-    """The root's tensor on every rank, each rank receiving once, in ceil(log2 G) rounds, for any G and root."""
-    src = src if root is None else root
-    size, have_it = dist.get_world_size(group), 1
-    position = (dist.get_rank(group) - src) % size
-    while have_it < size:
-        if position < have_it and position + have_it < size:
-            send(x, (position + have_it + src) % size, group)
-        elif have_it <= position < 2 * have_it:
-            x = recv(x, (position - have_it + src) % size, group)
-        have_it *= 2
-    return x
+def _doubling_tree(position, size):
+    """Positions to which a position sends: in each round all that have the tensor send it on."""
+    return [position + 2**k for k in range(size.bit_length()) if position < 2**k < size - position]
 
 
-def _from_the_farthest(x, src, group):
+def _farthest_first(position, size):
     """As MPI libraries do: the lowest bit of a position names its parent, the root serves the farthest first."""
-    size = dist.get_world_size(group)
-    position, bit = (dist.get_rank(group) - src) % size, 1
-    while bit < size and not position & bit:
-        bit *= 2
-    if position:
-        x = recv(x, (position - bit + src) % size, group)
-    while bit > 1:
-        bit //= 2
-        if position + bit < size:
-            send(x, (position + bit + src) % size, group)
+    bits = [2**k for k in reversed(range(size.bit_length()))]
+    return [position + bit for bit in bits if position % (2 * bit) == 0 and position + bit < size]
+
+
+def _tree_broadcast(x, src, group, children=_doubling_tree, root=None):
+    """The root's tensor on every rank, each rank receiving once, in ceil(log2 G) rounds, for any G and root."""
+    size, src = dist.get_world_size(group), src if root is None else root
+    position = (dist.get_rank(group) - src) % size
+    for parent in range(size):
+        if position in children(parent, size):
+            x = recv(x, (parent + src) % size, group)
+    for child in children(position, size):
+        send(x, (child + src) % size, group)
     return x
-
-
-def _star(x, src, group):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank != src:
-        return recv(x, src, group)
-    for peer in range(size):
-        if peer != src:
-            send(x, peer, group)
-    return x
-
-
-def _chain(x, src, group):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    position = (rank - src) % size
-    if position > 0:
-        x = recv(x, (rank - 1) % size, group)
-    if position < size - 1:
-        send(x, (rank + 1) % size, group)
-    return x
-
-
-def _one_rank_is_told_twice(x, src, group):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x = _star(x, src, group)
-    position = (rank - src) % size
-    if position == 1:
-        send(x, (src + 2) % size, group)
-    elif position == 2:
-        x = recv(x, (src + 1) % size, group)
-    return x
-
-
-def _not_kept(x, src, group):
-    _tree_broadcast(x, src, group)
-    return x.clone()
 
 
 def _roots(rng: random.Random) -> list[tuple]:
@@ -282,11 +206,20 @@ def _watch_tree(answer, inputs, src):
 
 
 _WRONG_TREE = {
-    "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: _tree_broadcast(x, src, group, 0),
-    "it still has its own tensor; nothing was received or kept": _not_kept,
-    "it received more often than needed; send only to who has nothing": _one_rank_is_told_twice,
-    "the root alone sends; ranks that have the tensor can send it too": _star,
-    "some ranks that have the tensor wait while others send; in each round all of them should send": _chain,
+    "every rank has rank 0's tensor; the root is `src`": {"root": 0},
+    "it still has its own tensor; nothing was received or kept": lambda x, *given: (
+        _tree_broadcast(x, *given),
+        x.clone(),
+    )[1],
+    "it received more often than needed; send only to who has nothing": {
+        "children": lambda position, size: list(range(1, size)) if position == 0 else [2] if position == 1 else []
+    },
+    "the root alone sends; ranks that have the tensor can send it too": {
+        "children": lambda position, size: list(range(1, size)) if position == 0 else []
+    },
+    "some ranks that have the tensor wait while others send; in each round all of them should send": {
+        "children": lambda position, size: [position + 1] if position + 1 < size else []
+    },
     "only send and recv are allowed here": Stops(
         lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
     ),
@@ -300,7 +233,13 @@ _HANG_TREE = (
     "of two: in the last round some ranks have nobody to send to."
 )
 check_tree_broadcast = Exercise(
-    _tree_broadcast, _roots, _WRONG_TREE, _watch_tree, _SAYS_TREE, right=_from_the_farthest, ranks=_HANG_TREE
+    _tree_broadcast,
+    _roots,
+    _WRONG_TREE,
+    _watch_tree,
+    _SAYS_TREE,
+    right=partial(_tree_broadcast, children=_farthest_first),
+    ranks=_HANG_TREE,
 )
 
 
@@ -311,28 +250,18 @@ def shift(x, distance, group):
     return swap(x, (rank + distance) % size, (rank - distance) % size, group) if distance % size else x.clone()
 
 
-def _cut_open_once(x, distance, group):
-    """Blocking messages; in each cycle of ranks the smallest receives first."""
+def _blocking(x, distance, group, begins_with_recv=lambda rank, size, distance: rank < math.gcd(distance, size)):
+    """Blocking messages; in each cycle of ranks the smallest receives first, or as it is said."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if distance % size == 0:
-        return x
-    if rank < math.gcd(distance, size):
-        came = recv(x, (rank - distance) % size, group)
-    send(x, (rank + distance) % size, group)
-    return came if rank < math.gcd(distance, size) else recv(x, (rank - distance) % size, group)
-
-
-def _even_ranks_first(x, distance, group):
-    """Hangs over a distance of 2."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if distance % size == 0:
+    to, source = (rank + distance) % size, (rank - distance) % size
+    if to == rank:
         return x.clone()
-    if rank % 2 == 0:
-        send(x, (rank + distance) % size, group)
-        return recv(x, (rank - distance) % size, group)
-    received = recv(x, (rank - distance) % size, group)
-    send(x, (rank + distance) % size, group)
-    return received
+    if begins_with_recv(rank, size, distance):
+        received = recv(x, source, group)
+        send(x, to, group)
+        return received
+    send(x, to, group)
+    return recv(x, source, group)
 
 
 def _one_rank_at_a_time(x, distance, group):
@@ -364,7 +293,9 @@ _WRONG_SHIFT = {
     "it has its own tensor": lambda x, distance, group: x.clone(),
     "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
     "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
-    "even ranks talk to even ranks": Stops(_even_ranks_first),
+    "even ranks talk to even ranks": Stops(
+        partial(_blocking, begins_with_recv=lambda rank, size, distance: rank % 2 == 1)
+    ),
     "would send to itself or receive from itself": Stops(
         lambda x, distance, group: (
             shift(x, distance, group) if distance % dist.get_world_size(group) else recv(x, dist.get_rank(group), group)
@@ -377,7 +308,7 @@ _HANG_SHIFT = (
     "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other."
 )
 check_shift = Exercise(
-    shift, _distances, _WRONG_SHIFT, _watch_shift, _SAYS_SHIFT, right=_cut_open_once, ranks=_HANG_SHIFT, seconds=4.0
+    shift, _distances, _WRONG_SHIFT, _watch_shift, _SAYS_SHIFT, right=_blocking, ranks=_HANG_SHIFT, seconds=4.0
 )
 
 
@@ -388,19 +319,6 @@ def doubling(x, group, distances=lambda size: [2**step for step in range(int(mat
     for distance in distances(dist.get_world_size(group)):
         partner = dist.get_rank(group) ^ distance
         total += swap(total.clone() if running else x, partner, partner, group)
-    return total
-
-
-def _larger_first(x, group):
-    rank, distance, total = dist.get_rank(group), dist.get_world_size(group) // 2, x
-    while distance:
-        partner = rank ^ distance
-        if rank > partner:
-            send(total, partner, group)
-        theirs = recv(total, partner, group)
-        if rank < partner:
-            send(total, partner, group)
-        total, distance = theirs + total, distance // 2
     return total
 
 
@@ -418,9 +336,7 @@ def _watch_doubling(answer, inputs):
 
 _WRONG_DOUBLING = {
     "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
-    "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
-        x, group, running=False
-    ),
+    "each exchange must send the running sum, not the tensor that the rank began with": {"running": False},
     "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
     "it has its own tensor": lambda x, group: x.clone(),
     "log2 G exchanges are enough: a partner's running sum already has others in it": lambda x, group: doubling(
@@ -431,13 +347,7 @@ _WRONG_DOUBLING = {
 _SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
 _HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
 check_all_reduce_by_doubling = Exercise(
-    doubling,
-    _powers_of_two,
-    _WRONG_DOUBLING,
-    _watch_doubling,
-    _SAYS_DOUBLING,
-    right=_larger_first,
-    ranks=_HANG_DOUBLING,
+    doubling, _powers_of_two, _WRONG_DOUBLING, _watch_doubling, _SAYS_DOUBLING, ranks=_HANG_DOUBLING
 )
 
 
@@ -445,16 +355,6 @@ check_all_reduce_by_doubling = Exercise(
 def _two_levels(x_P, node_group, cross_group):
     """The sum over all ranks, with 1 / (ranks of a node) of the tensor crossing between nodes."""
     return all_gather(all_reduce(reduce_scatter(x_P, node_group), cross_group), node_group)
-
-
-def _with_lists(x_P, node_group, cross_group):
-    pieces = list(x_P.chunk(dist.get_world_size(node_group)))
-    mine = torch.empty_like(pieces[0])
-    dist.reduce_scatter(mine, pieces, group=node_group)
-    dist.all_reduce(mine, group=cross_group)
-    gathered = [torch.empty_like(mine) for _ in pieces]
-    dist.all_gather(gathered, mine, group=node_group)
-    return torch.cat(gathered)
 
 
 def _nodes(rng: random.Random) -> list[tuple]:
@@ -501,9 +401,7 @@ _SAYS_LEVELS = {
     "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
     "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
 }
-check_all_reduce_in_two_levels = Exercise(
-    _two_levels, _nodes, _WRONG_LEVELS, _watch_levels, _SAYS_LEVELS, right=_with_lists, ranks=True
-)
+check_all_reduce_in_two_levels = Exercise(_two_levels, _nodes, _WRONG_LEVELS, _watch_levels, _SAYS_LEVELS, ranks=True)
 
 
 def broadcast_rounds(messages: list[list[tuple[str, int]]], src: int) -> int:

@@ -1,7 +1,6 @@
 """Table of exercise 8, a ring all-reduce from an empty cell: any direction, any order of the pieces is right."""
 
 import math
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,6 @@ def ring(x, group, first=-1, second=0, steps=(1, 1), store="sum", cut=torch.Tens
             if phase == 1 or store:
                 mine.copy_(arrived + mine if phase == 0 and store == "sum" else arrived)
     return total
-
-
-def reference(x, group):
-    return ring(x, group)
 
 
 def _to_the_left_and_padded(x, group):
@@ -91,7 +86,6 @@ def _all_send_first(x, group):
     return recv(x, (rank - 1) % size, group)
 
 
-wrong = partial(partial, ring)
 STARTS = (
     "the all-gather phase starts with a wrong piece: in step 0 rank r must send the piece that it has finished (in the "
     "lesson's ring piece r), and {} was sent, which is a partial sum"
@@ -100,21 +94,21 @@ WRONG = {
     "it has its own tensor; nothing was added": lambda x, group: x.clone(),
     "averaged, not summed": lambda x, group: ring(x, group) / group.size(),
     "phase 1 began with piece r, so rank r finishes piece r + 1, and phase 2 passes on piece r first, which is "
-    "a partial sum: begin phase 1 with r - 1, or phase 2 with r + 1": wrong(first=0),
-    STARTS.format("r + 1"): wrong(second=1),
-    STARTS.format("r - 1"): wrong(second=-1),
-    "in phase 1 what arrives was stored; it must be added to this rank's piece": wrong(store="what arrives"),
-    "no piece was changed in phase 1: `a = a + b` makes a new tensor, `a += b` writes into the view": wrong(store=None),
-    "this is what phase 1 leaves, one finished piece; in phase 2 finished pieces go around": wrong(steps=(1, 0)),
+    "a partial sum: begin phase 1 with r - 1, or phase 2 with r + 1": {"first": 0},
+    STARTS.format("r + 1"): {"second": 1},
+    STARTS.format("r - 1"): {"second": -1},
+    "in phase 1 what arrives was stored; it must be added to this rank's piece": {"store": "what arrives"},
+    "no piece was changed in phase 1: `a = a + b` makes a new tensor, `a += b` writes into the view": {"store": None},
+    "this is what phase 1 leaves, one finished piece; in phase 2 finished pieces go around": {"steps": (1, 0)},
     "its own piece is not the sum: phase 1 finishes it in its last step, G - 2": _with_own_piece,
     "the last elements are not summed; the length does not divide by G, so pad or split": without_the_rest,
-    "stop after G - 1 steps of each phase": wrong(steps=(1, 2)),
+    "stop after G - 1 steps of each phase": {"steps": (1, 2)},
     "cut the tensor into G pieces, and send one a step": whole_tensors,
     "nobody receives": Stops(_all_send_first),
     "sends only to its neighbours": Stops(all_reduce_through_rank_0),
     "only send and recv": Stops(lambda x, group: all_reduce(x, group)),
     "arguments changed": Stops(lambda x, group: x.copy_(ring(x, group))),
-    "IndexError": Stops(wrong(cut=lambda total, size: total.split(math.ceil(len(total) / size)))),
+    "IndexError": Stops({"cut": lambda total, size: total.split(math.ceil(len(total) / size))}),
 }
 SAYS = {
     "sent to others than neighbours": "in a ring a rank sends only to its neighbours",
@@ -124,5 +118,5 @@ HANG = (
     "If all ranks begin with send, nobody receives: let both messages start at once, or let one rank begin with recv."
 )
 check_ring_all_reduce = Exercise(
-    reference, inputs, WRONG, watch, SAYS, right=_to_the_left_and_padded, ranks=HANG, seconds=4.0
+    ring, inputs, WRONG, watch, SAYS, right=_to_the_left_and_padded, ranks=HANG, seconds=4.0
 )

@@ -49,9 +49,7 @@ _WRONG_LARGEST = {
     "at least 1 is returned, also where the states alone do not fit; return 0 there": lambda *case: max(
         1, _largest_micro_batch(*case)
     ),
-    "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: (
-        _largest_micro_batch(*case, needed="peak_bytes")
-    ),
+    "context and work space of the libraries are left out (`budget(...).overheads`)": {"needed": "peak_bytes"},
     "the whole memory is given to activations: the states lie there too": _without_states,
     "logits and temporary bytes grow with the batch as well": _without_logits,
     "only powers of two are tried": lambda *case: (
@@ -119,19 +117,15 @@ def _only_the_sum(events, capacity):
     return None
 
 
-def _best(free_blocks):
-    return min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))
-
-
 _WRONG_FAILURE = {
     "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
     "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
-        lambda *case: first_failure(*case, merge=False)
+        {"merge": False}
     ),
     "this is best fit (the smallest free block that is large enough); first fit takes the lowest address": (
-        lambda *case: first_failure(*case, choose=_best)
+        {"choose": lambda free_blocks: min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))}
     ),
-    "this takes the highest address; first fit takes the lowest": lambda *case: first_failure(*case, choose=max),
+    "this takes the highest address; first fit takes the lowest": {"choose": max},
     "return the number of the event and the free bytes in all": lambda *case: (first_failure(*case) or [None])[0],
 }
 _SAYS_FAILURE = {"the result": lambda events, capacity: f"{events} in {capacity} bytes"}

@@ -28,9 +28,15 @@ def random_llama(rng: random.Random, tied: bool) -> ModelConfig:
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
-def _share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, flops_of=flops_per_token):
-    """The FLOPs of linear layers and of attention, over the peak of all GPUs."""
-    return flops_of(config, seq_len) * tokens_per_s / (num_gpus * peak_flops_per_s)
+def _share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, **mistake):
+    """The FLOPs of linear layers and of attention, over the peak of all GPUs.
+
+    A mistake has other FLOPs a weight, forward passes of attention, or tables of embeddings that count as weights.
+    """
+    use = {"per_weight": 6, "attention": 3.0, "times": 1.0, "table": 0} | mistake
+    weights = matmul_parameters(config) + use["table"] * config.vocab_size * config.d_model
+    flops = use["per_weight"] * weights + use["attention"] * attention_flops_per_token(config, seq_len)
+    return use["times"] * flops * tokens_per_s / (num_gpus * peak_flops_per_s)
 
 
 def _logs(rng: random.Random) -> list[tuple]:
@@ -43,30 +49,20 @@ def _logs(rng: random.Random) -> list[tuple]:
     return cases
 
 
-def _with_flops(per_weight=6, attention=3.0, times=1.0, table=0) -> Callable:
-    """Somebody's MFU: FLOPs a weight, forward passes of attention, tables of embeddings that count as weights."""
-
-    def flops_of(config, seq_len):
-        weights = matmul_parameters(config) + table * config.vocab_size * config.d_model
-        return times * (per_weight * weights + attention * attention_flops_per_token(config, seq_len))
-
-    return lambda *case: _share_of_peak(*case, flops_of)
-
-
 WRONG_MFU = {
-    "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(table=1),
-    "attention is missing: 12 L N H S FLOPs per token": _with_flops(attention=0),
-    "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(attention=1),
+    "the embedding is a table: it multiplies nothing, so its weights do not count": {"table": 1},
+    "attention is missing: 12 L N H S FLOPs per token": {"attention": 0},
+    "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": {"attention": 1},
     "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": (
-        _with_flops(attention=1.5)
+        {"attention": 1.5}
     ),
-    "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(8),
-    "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(times=4 / 3),
-    "these are the FLOPs of forward; backward costs twice as many again": _with_flops(times=1 / 3),
+    "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": {"per_weight": 8},
+    "recomputation's second forward counts in HFU; MFU counts three passes and not four": {"times": 4 / 3},
+    "these are the FLOPs of forward; backward costs twice as many again": {"times": 1 / 3},
     "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
         _share_of_peak(config, seq_len, speed, 1, peak)
     ),
-    "return a share, not percent": _with_flops(times=100),
+    "return a share, not percent": {"times": 100},
     "return one number": Stops(lambda *case: f"{_share_of_peak(*case):.1%}"),
 }
 _SAYS_MFU = {"the result": "return one number, a share between 0 and 1"}
@@ -93,15 +89,14 @@ def _watch_states(answer, config, recipe):
     return {"what you return, with the embedding and the first block frozen,": answer(model, RECIPES[recipe])}
 
 
-wrong = partial(partial, state_bytes)
 _WRONG_STATES = {
-    "a frozen parameter has no gradient and no optimizer state": wrong(gradients="all", optimizer="all"),
-    "a frozen parameter is still there: forward needs it": wrong(resident="trained"),
-    "the optimizer's part lacks the FP32 master parameters": wrong(masters=False),
+    "a frozen parameter has no gradient and no optimizer state": {"gradients": "all", "optimizer": "all"},
+    "a frozen parameter is still there: forward needs it": {"resident": "trained"},
+    "the optimizer's part lacks the FP32 master parameters": {"masters": False},
     "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
         model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
     ),
-    "frozen parameters have no gradient, and no optimizer state either": wrong(optimizer="all"),
+    "frozen parameters have no gradient, and no optimizer state either": {"optimizer": "all"},
     "return three numbers": Stops(lambda model, recipe: sum(state_bytes(model, recipe))),
 }
 _SAYS_STATES = {

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.ch01.single_gpu_memory import random_llama
-from course_lib.checks.core import fresh_seed
+from course_lib.checks.core import but, fresh_seed
 from course_lib.checks.table import Exercise
 from course_lib.minimal.memory import Tracker
 from course_lib.model import build
@@ -104,102 +104,63 @@ def _scenes(rng: random.Random) -> list[tuple]:
     return [(rng.randrange(20, 90), random_llama(rng, tied=False), shape, fresh_seed(rng))]
 
 
-# ------------------------------------------------------------------------------------ right and wrong trackers
-class _LooksWhenAsked(torch.utils._python_dispatch.TorchDispatchMode):
-    """Looks for what has died after each operator, and when it is asked."""
+# ------------------------------------------------------------------------------------ wrong trackers
+def _looking(see) -> type:
+    """Return the tracker that sees other results of an operator: see(tracker, tensors)."""
 
-    def __init__(self, tensors):
-        super().__init__()
-        self.storages, self.peak_bytes = weakref.WeakValueDictionary(), 0
-        self.take(tensors)
+    class Looking(Tracker):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            see(self, [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
+            return out
 
-    def take(self, tensors):
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, torch.Tensor):
-                self.storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-    @property
-    def now_bytes(self):
-        return sum(storage.nbytes() for storage in list(self.storages.values()))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.take(out)
-        return out
+    return Looking
 
 
-class _EveryTensor(Tracker):
-    """Counts a view as if it had memory of its own."""
-
-    def see(self, tensor):
-        self.now_bytes += tensor.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-
-class _ViewsOfOperators(Tracker):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.alive:
-                self.now_bytes += leaf.nbytes
-            elif isinstance(leaf, torch.Tensor):
-                self.see(leaf)
-        return out
+def _count_views_again(tracker, tensors):
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata in tracker.alive:
+            tracker.now_bytes += tensor.nbytes
+        else:
+            tracker.see(tensor)
 
 
-class _OnlyTheFirst(Tracker):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out)[:1]:
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
-        return out
+def _count_every_tensor(tracker, tensor):
+    """As if a view had memory of its own."""
+    tracker.now_bytes += tensor.nbytes
+    tracker.peak_bytes = max(tracker.peak_bytes, tracker.now_bytes)
 
 
-class _WhatIsShown(Tracker):
-    """Counts the elements of a slice."""
-
-    def see(self, tensor):
-        before = self.now_bytes
-        super().see(tensor)
-        if self.now_bytes > before:
-            self.now_bytes = before + min(tensor.nbytes, tensor.untyped_storage().nbytes())
+def _count_what_is_shown(tracker, tensor):
+    """The elements of a slice."""
+    before = tracker.now_bytes
+    Tracker.see(tracker, tensor)
+    if tracker.now_bytes > before:
+        tracker.now_bytes = before + min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-class _HoldsThem(Tracker):
-    """A strong reference keeps every tensor."""
+def _keeping(kept_of) -> type:
+    """Return the tracker that keeps something else than a weak reference: kept_of(storage)."""
 
-    def see(self, tensor):
-        super().see(tensor)
-        self.alive[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+    def see(tracker, tensor):
+        Tracker.see(tracker, tensor)
+        tracker.alive[tensor.untyped_storage()._cdata] = kept_of(tensor.untyped_storage())
 
-
-class _DropsTheReference(Tracker):
-    """A weak reference that is not kept never calls."""
-
-    def see(self, tensor):
-        super().see(tensor)
-        self.alive = dict.fromkeys(self.alive)
+    return but(Tracker, see=see)
 
 
-class _ForgetsThePeak(Tracker):
-    def free(self, address, nbytes):
-        super().free(address, nbytes)
-        self.peak_bytes = self.now_bytes
+def _free_and_forget_the_peak(tracker, address, nbytes):
+    Tracker.free(tracker, address, nbytes)
+    tracker.peak_bytes = tracker.now_bytes
 
 
-class _OldAddresses(Tracker):
-    """Never forgets an address."""
-
-    def free(self, address, nbytes):
-        self.now_bytes -= nbytes
+def _free_but_keep_the_address(tracker, address, nbytes):
+    tracker.now_bytes -= nbytes
 
 
-class _Megabytes(Tracker):
-    def __enter__(self):
-        self.now_bytes /= 1e6
-        return super().__enter__()
+def _begin_in_megabytes(tracker):
+    tracker.now_bytes /= 1e6
+    return Tracker.__enter__(tracker)
 
 
 SAYS = {
@@ -219,14 +180,14 @@ SAYS = {
     "peak of a training step": ("does a view of a view, a result in a tuple or a list, or a freed gradient go wrong?"),
 }
 WRONG = {
-    SAYS["kind of number"]: _Megabytes,
-    SAYS["now_bytes of what is given"]: _EveryTensor,
-    SAYS["now_bytes after a sort"]: _OnlyTheFirst,
-    SAYS["now_bytes after views"]: _ViewsOfOperators,
-    SAYS["now_bytes of a slice"]: _WhatIsShown,
-    SAYS["a freed storage is alive"]: _HoldsThem,
-    SAYS["now_bytes after a release"]: _DropsTheReference,
-    SAYS["peak_bytes after a release"]: _ForgetsThePeak,
-    SAYS["now_bytes where others were freed"]: _OldAddresses,
+    SAYS["kind of number"]: {"__enter__": _begin_in_megabytes},
+    SAYS["now_bytes of what is given"]: {"see": _count_every_tensor},
+    SAYS["now_bytes after a sort"]: _looking(lambda tracker, tensors: [tracker.see(tensor) for tensor in tensors[:1]]),
+    SAYS["now_bytes after views"]: _looking(_count_views_again),
+    SAYS["now_bytes of a slice"]: {"see": _count_what_is_shown},
+    SAYS["a freed storage is alive"]: _keeping(lambda storage: storage),
+    SAYS["now_bytes after a release"]: _keeping(lambda storage: None),
+    SAYS["peak_bytes after a release"]: {"free": _free_and_forget_the_peak},
+    SAYS["now_bytes where others were freed"]: {"free": _free_but_keep_the_address},
 }
-check_tracker = Exercise(Tracker, _scenes, WRONG, _watch, SAYS, right=_LooksWhenAsked)
+check_tracker = Exercise(Tracker, _scenes, WRONG, _watch, SAYS)

@@ -1,6 +1,5 @@
 """Tables of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
 
-import itertools
 import math
 import random
 from contextlib import nullcontext
@@ -9,9 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checks.core import fresh_seed, numbers
@@ -52,36 +51,6 @@ class _Recomputed(torch.autograd.Function):
 def recompute(block, x, how=()):
     """Output and gradients of a block that keeps its input alone and runs again in backward."""
     return _Recomputed.apply(how, block, x, *block.parameters())
-
-
-def _hooks_of_saved_tensors(block, x):
-    state, autocast, again, number = torch.get_rng_state(), autocast_as_now(x), {}, itertools.count()
-
-    def unpack(index):
-        if not again:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
-                torch.set_rng_state(state)
-                with saved_tensors_hooks(lambda t: again.setdefault(len(again), t.detach()), lambda t: t):
-                    block(x.detach().requires_grad_(x.requires_grad))
-        return again[index]
-
-    with saved_tensors_hooks(lambda tensor: next(number), unpack):
-        return block(x)
-
-
-class _GraphBuiltInForward(torch.autograd.Function):
-    """Builds the block's graph at once, and walks it in backward."""
-
-    @staticmethod
-    def forward(ctx, block, x, *params):
-        with torch.enable_grad():
-            ctx.x, ctx.params = x.detach().requires_grad_(), params
-            ctx.out = block(ctx.x)
-        return ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, *torch.autograd.grad(ctx.out, (ctx.x, *ctx.params), grad)
 
 
 def _runs_twice_in_forward(block, x):
@@ -148,20 +117,18 @@ _WRONG_TWICE = {
     "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
     "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
     "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
-    "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
-        block, x, *block.parameters()
-    ),
-    "what is inside the block must not be recorded in forward": [wrong(how="keeps more")],
+    "once in forward and once more in backward is right": lambda block, x: block(x),
+    "what is inside the block must not be recorded in forward": [{"how": "keeps more"}],
     "the input got no gradient; backward returns it, after running the block on an input that requires one": (
-        wrong(how="no input")
+        {"how": "no input"}
     ),
-    "the block's parameters got no gradient: the second run must reach them": wrong(how="no parameters"),
+    "the block's parameters got no gradient: the second run must reach them": {"how": "no parameters"},
     "did dropout draw other numbers in the second run? Store the state of the generator (torch.get_rng_state) "
-    "before the first, and set it before the second": wrong(how="draws anew"),
+    "before the first, and set it before the second": {"how": "draws anew"},
     "autocast is off in backward, so the second run is in float32; store its settings (torch.is_autocast_enabled, "
-    "torch.get_autocast_dtype) before the first run, and set them for the second": wrong(how="no autocast"),
+    "torch.get_autocast_dtype) before the first run, and set them for the second": {"how": "no autocast"},
     "after backward the random number generator is elsewhere than without recomputation, so all that follows "
-    "changes; put back the state that backward found": wrong(how="leaves the generator"),
+    "changes; put back the state that backward found": {"how": "leaves the generator"},
     "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
 }
 _SAYS_TWICE = {
@@ -169,7 +136,12 @@ _SAYS_TWICE = {
     "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
 }
 check_recompute = Exercise(
-    recompute, _inputs_of_a_block, _WRONG_TWICE, _watch_block, _SAYS_TWICE, right=_hooks_of_saved_tensors
+    recompute,
+    _inputs_of_a_block,
+    _WRONG_TWICE,
+    _watch_block,
+    _SAYS_TWICE,
+    right=partial(checkpoint, use_reentrant=False),
 )
 
 
@@ -226,26 +198,6 @@ def _whole_matrix(q, k, v, window, block):
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
 
 
-def _merges_finished_blocks(q, k, v, window, block):
-    """Each block of keys, the oldest first, gives an output and a log-sum-exp, which are put together."""
-    (S, H), times, outs, sums = q.shape[2:], q.shape[1] // k.shape[1], [], []
-    for start in range(0, S, block):
-        stop, out, lse = min(start + block, S), 0.0, q.new_full((*q.shape[:2], min(block, S - start), 1), -math.inf)
-        for first in range(max(0, start - window + 1) // block * block, stop, block):
-            keys = slice(first, min(first + block, S))
-            gap = torch.arange(start, stop)[:, None] - torch.arange(keys.start, keys.stop)
-            scores = q[:, :, start:stop] @ k[:, :, keys].repeat_interleave(times, 1).mT / math.sqrt(H)
-            scores = scores.masked_fill((gap < 0) | (gap >= window), -math.inf)
-            new = scores.logsumexp(-1, keepdim=True)
-            part = (scores - new).exp().nan_to_num() @ v[:, :, keys].repeat_interleave(times, 1)
-            both = torch.logaddexp(lse, new)
-            out = out * (lse - both).exp().nan_to_num() + part * (new - both).exp().nan_to_num()
-            lse = both
-        outs.append(out)
-        sums.append(lse)
-    return torch.cat(outs, 2), torch.cat(sums, 2)
-
-
 def _windows(rng: random.Random) -> list[tuple]:
     """A window of some blocks, scores whose exp overflows, no window, and one of a single key."""
     K, group, H, block = rng.choice([2, 3]), 2, rng.choice([4, 6]), rng.choice([8, 10])
@@ -271,21 +223,20 @@ def _watch_attention(answer, q, k, v, window, block):
     }
 
 
-_windowed = partial(partial, _windowed_attention)
 _WRONG_WINDOW = {
-    "the window is one key too wide: a query sees itself and window - 1 keys before it": _windowed(wrong="one more"),
-    "there is no window: a query sees the last `window` keys only, itself included": _windowed(wrong="no window"),
-    "query head n reads key/value head n // (N / K), and yours n % K": _windowed(wrong="heads"),
-    "the scores are not divided by the square root of the head size": _windowed(wrong="root"),
-    "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": _windowed(
-        wrong="never shrunk"
-    ),
+    "the window is one key too wide: a query sees itself and window - 1 keys before it": {"wrong": "one more"},
+    "there is no window: a query sees the last `window` keys only, itself included": {"wrong": "no window"},
+    "query head n reads key/value head n // (N / K), and yours n % K": {"wrong": "heads"},
+    "the scores are not divided by the square root of the head size": {"wrong": "root"},
+    "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": {
+        "wrong": "never shrunk"
+    },
     "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in its "
-    "first block, so that minus infinity is taken off minus infinity?": _windowed(wrong="oldest first"),
-    "the largest score of each row: add the logarithm of the sum": _windowed(wrong="only the maximum"),
-    "the logarithm of the sum relative to the maximum: add the maximum": _windowed(wrong="relative"),
+    "first block, so that minus infinity is taken off minus infinity?": {"wrong": "oldest first"},
+    "the largest score of each row: add the logarithm of the sum": {"wrong": "only the maximum"},
+    "the logarithm of the sum relative to the maximum: add the maximum": {"wrong": "relative"},
     "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
-    "leave out blocks behind the window and after the diagonal": _windowed(wrong="all blocks"),
+    "leave out blocks behind the window and after the diagonal": {"wrong": "all blocks"},
     "return two tensors": Stops(lambda *given: _windowed_attention(*given)[0]),
 }
 _SAYS_WINDOW = {
@@ -293,6 +244,4 @@ _SAYS_WINDOW = {
     "bytes of the largest tensor": "no tensor may be larger than both the queries and the scores of one block",
     "FLOPs of the products": "leave out blocks behind the window and after the diagonal",
 }
-check_windowed_attention = Exercise(
-    _windowed_attention, _windows, _WRONG_WINDOW, _watch_attention, _SAYS_WINDOW, right=_merges_finished_blocks
-)
+check_windowed_attention = Exercise(_windowed_attention, _windows, _WRONG_WINDOW, _watch_attention, _SAYS_WINDOW)

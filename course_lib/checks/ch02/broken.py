@@ -34,19 +34,19 @@ class SometimesBlock(nn.Module):
         return recompute(self.run, x_BSD, *tables)
 
 
-def _drawing(draw, recomputed=True) -> type:
-    """Return the program that draws before it recomputes: draw(its random numbers, step) says whether to go around."""
+class _Draws(SometimesBlock):
+    """Draws whether to go around before it recomputes."""
 
-    class Drawing(SometimesBlock):
-        step = -1
+    step, recomputed = -1, True
 
-        def forward(self, x_BSD, *tables):
-            self.step += 1
-            if draw(self.random, self.step):
-                return x_BSD
-            return recompute(self.block, x_BSD, *tables) if recomputed else self.block(x_BSD, *tables)
+    def around(self):
+        return self.random.random() < 0.5
 
-    return Drawing
+    def forward(self, x_BSD, *tables):
+        self.step += 1
+        if self.around():
+            return x_BSD
+        return recompute(self.block, x_BSD, *tables) if self.recomputed else self.block(x_BSD, *tables)
 
 
 class _DrawsFromTorch(SometimesBlock):
@@ -91,13 +91,11 @@ def _watch(answer, seed):
 
 WRONG = {
     "gradients are still those of another way than forward took": SometimesBlock,
-    "gradients are right, but every step leaves out the same blocks": _drawing(lambda numbers, step: step < 0),
-    "gradients are right, but nothing is recomputed any more": _drawing(
-        lambda numbers, step: numbers.random() < 0.5, False
-    ),
+    "gradients are right, but every step leaves out the same blocks": {"around": lambda self: self.step < 0},
+    "gradients are right, but nothing is recomputed any more": {"recomputed": False},
 }
 check_sometimes_block = Exercise(
-    _drawing(lambda numbers, step: numbers.random() < 0.5),
+    _Draws,
     lambda rng: [(fresh_seed(rng),)],
     WRONG,
     _watch,

@@ -25,7 +25,7 @@ def _adapters(rng: random.Random) -> list[tuple]:
 
 
 _WRONG_MERGED = {
-    "alpha was not divided by the rank": lambda *given: _merged_weight(*given, over=1),
+    "alpha was not divided by the rank": {"over": 1},
     "alpha was divided by d_in, the width; divide it by the rank": lambda weight, *given: _merged_weight(
         weight, *given, over=weight.shape[1]
     ),
@@ -59,18 +59,18 @@ def _of_adapters(count: Callable[[int, int], int]) -> Callable:
 
 
 _WRONG_LORA = {
-    "the frozen weights are missing: they stay resident, 2 bytes each": lambda *case: lora_bytes(*case, frozen=0),
-    "every weight was counted as trained": lambda *case: lora_bytes(*case, frozen=16),
-    "frozen weights have no gradients": lambda *case: lora_bytes(*case, frozen=4),
+    "the frozen weights are missing: they stay resident, 2 bytes each": {"frozen": 0},
+    "every weight was counted as trained": {"frozen": 16},
+    "frozen weights have no gradients": {"frozen": 4},
     "an adapter has rank (d_in + d_out) numbers, not rank d_in d_out": _of_adapters(lambda rows, cols: rows * cols),
     "each adapter has two matrices, and one is missing": [
         _of_adapters(lambda rows, columns: columns),
         _of_adapters(lambda rows, columns: rows),
     ],
-    "the adapters need gradients, master weights and moments too": lambda *case: lora_bytes(*case, trained=2),
-    "the adapters' FP32 master weights are missing": lambda *case: lora_bytes(*case, trained=12),
+    "the adapters need gradients, master weights and moments too": {"trained": 2},
+    "the adapters' FP32 master weights are missing": {"trained": 12},
     "adapters stand beside the targets only": lambda shapes, targets, rank: lora_bytes(shapes, shapes, rank),
-    "2 bytes are missing: an adapter has weights and gradients in bf16": lambda *case: lora_bytes(*case, trained=14),
+    "2 bytes are missing: an adapter has weights and gradients in bf16": {"trained": 14},
     "the targets' own matrices are missing: they stay too, frozen": lambda shapes, targets, rank: (
         lora_bytes(shapes, targets, rank) - lora_bytes({name: shapes[name] for name in targets}, (), rank)
     ),
@@ -148,9 +148,9 @@ def _limits(rng: random.Random) -> list[tuple]:
 
 
 _WRONG_LADDER = {
-    "each step was tried alone; it adds to the steps above it": lambda *case: _first_fit(*case, before=_LADDER[0][1]),
-    "the changes of the steps above were not kept": lambda *case: _first_fit(*case, before={}),
-    "a micro-batch has batch_size // micro_batches rows": lambda *case: _first_fit(*case, divided=False),
+    "each step was tried alone; it adds to the steps above it": {"before": _LADDER[0][1]},
+    "the changes of the steps above were not kept": {"before": {}},
+    "a micro-batch has batch_size // micro_batches rows": {"divided": False},
     "the last step that fits costs most; the first is asked for": lambda *case: next(
         (name for name, needed in reversed(list(_steps(*case[:-1]))) if needed <= case[-1]), None
     ),

@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +39,6 @@ def accumulate(model, parts, share=lambda part, parts, loss: loss / _count(parts
         start(model)
         loss = F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten(), reduction="sum")
         share((x_BS, y_BS), parts, loss).backward()
-
-
-def _divided_at_the_end(model, parts):
-    """From the last part to the first."""
-    accumulate(model, parts[::-1], lambda part, parts, loss: loss)
-    model.table.grad /= _count(parts)
 
 
 def _mean(part, loss):
@@ -88,7 +81,6 @@ def _watch_accumulation(answer, seed, parts):
     }
 
 
-wrong = partial(partial, accumulate)
 WRONG_SUM = {
     "the model has no gradient; call backward() on each micro-batch's loss": lambda model, parts: (
         [model(x_BS) for x_BS, _ in parts] and None
@@ -96,19 +88,19 @@ WRONG_SUM = {
     "one forward pass for each micro-batch: together they would not fit": _all_at_once,
     "one backward for the sum of the losses keeps what every forward saved, as the whole batch would; call "
     "backward() after each micro-batch": _one_backward,
-    "summed, not averaged: each part's mean counted whole": wrong(share=lambda part, parts, loss: _mean(part, loss)),
-    "the mean of the micro-batches' means: one with few targets counts too much": wrong(
-        share=lambda part, parts, loss: _mean(part, loss) / len(parts)
-    ),
-    "weighted by all positions: those whose target is -100 do not count": wrong(
-        share=lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
-    ),
-    "the last micro-batch's alone: gradients must add up, so clear them only before the first": wrong(
-        start=lambda model: model.zero_grad()
-    ),
-    "summed over all targets, and never divided by their number": wrong(share=lambda part, parts, loss: loss),
+    "summed, not averaged: each part's mean counted whole": {"share": lambda part, parts, loss: _mean(part, loss)},
+    "the mean of the micro-batches' means: one with few targets counts too much": {
+        "share": lambda part, parts, loss: _mean(part, loss) / len(parts)
+    },
+    "weighted by all positions: those whose target is -100 do not count": {
+        "share": lambda part, parts, loss: _mean(part, loss) * part[1].numel() / sum(y.numel() for _, y in parts)
+    },
+    "the last micro-batch's alone: gradients must add up, so clear them only before the first": {
+        "start": lambda model: model.zero_grad()
+    },
+    "summed over all targets, and never divided by their number": {"share": lambda part, parts, loss: loss},
 }
-check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumulation, right=_divided_at_the_end)
+check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumulation)
 
 
 # ------------------------------------------------------------------------------------ 2. loss scaling
@@ -123,10 +115,6 @@ def _scaled_step(
     update()
     good_steps += 1
     return (scale * 2, 0) if good_steps == interval else (scale, good_steps)
-
-
-def _looks_at_the_first(gradients, *given):
-    return _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
 
 
 def _scaled_gradients(rng: random.Random) -> list[tuple]:
@@ -151,20 +139,21 @@ def _watch_step(answer, gradients, *args):
     }
 
 
-wrong = partial(partial, _scaled_step)
 WRONG_STEP = {
     "update() ran 0 times although all gradients were finite; once is right": lambda *given: _scaled_step(
         *given[:-1], lambda: None
     ),
-    "the update ran although a gradient of the last tensor is inf: that step must be left out": _looks_at_the_first,
-    "the update ran although a gradient of the last tensor is nan: that step must be left out": (
-        wrong(finite=lambda gradient: not gradient.isinf().any())
+    "the update ran although a gradient of the last tensor is inf: that step must be left out": (
+        lambda gradients, *given: _scaled_step(gradients, *given, finite=lambda gradient: gradients[0].isfinite().all())
     ),
-    "still multiplied by the scale: divide in place, before the update": wrong(divide=False),
-    "the good steps are counted in a row: start again at 0": wrong(skipped=lambda scale, good: (scale / 2, good)),
-    "this step was not a good one": wrong(skipped=lambda scale, good: (scale / 2, good + 1)),
-    "the scale was too large, so halve it": wrong(skipped=lambda scale, good: (scale, 0)),
-    "the scale was too large, and it was doubled": wrong(skipped=lambda scale, good: (scale * 2, 0)),
+    "the update ran although a gradient of the last tensor is nan: that step must be left out": (
+        {"finite": lambda gradient: not gradient.isinf().any()}
+    ),
+    "still multiplied by the scale: divide in place, before the update": {"divide": False},
+    "the good steps are counted in a row: start again at 0": {"skipped": lambda scale, good: (scale / 2, good)},
+    "this step was not a good one": {"skipped": lambda scale, good: (scale / 2, good + 1)},
+    "the scale was too large, so halve it": {"skipped": lambda scale, good: (scale, 0)},
+    "the scale was too large, and it was doubled": {"skipped": lambda scale, good: (scale * 2, 0)},
     "the scale never grows": lambda gradients, scale, good_steps, interval, update: _scaled_step(
         gradients, scale, good_steps, 10**9, update
     ),

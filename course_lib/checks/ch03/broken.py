@@ -55,9 +55,14 @@ class RowTrainer:
         return losses
 
 
-class _SeedOfTheEpoch(RowTrainer):
+class _Seeds(RowTrainer):
+    """Draws each order with a generator of its own."""
+
+    def seed(self, epoch):
+        return epoch
+
     def order(self, epoch, num_rows):
-        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(epoch))
+        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(self.seed(epoch)))
 
 
 class _OrderOfRank0(RowTrainer):
@@ -65,17 +70,6 @@ class _OrderOfRank0(RowTrainer):
         order_N = super().order(epoch, num_rows)
         dist.broadcast(order_N, src=0, group=self.group)
         return order_N
-
-
-class _SeedOfTheRank(RowTrainer):
-    def order(self, epoch, num_rows):
-        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(10 * epoch + self.group.rank()))
-
-
-class _SameSeed(RowTrainer):
-    def order(self, epoch, num_rows):
-        torch.manual_seed(0)
-        return super().order(epoch, num_rows)
 
 
 def _watch(answer, seed):
@@ -103,9 +97,11 @@ def _watch(answer, seed):
 
 WRONG = {
     "the first epoch is right; in later ones some rows are taken twice and others by nobody": RowTrainer,
-    "already in the first epoch some rows are taken twice and others by nobody": _SeedOfTheRank,
-    "every row is taken once in an epoch, but all epochs have the same order": _SameSeed,
+    "already in the first epoch some rows are taken twice and others by nobody": {
+        "seed": lambda self, epoch: 10 * epoch + self.group.rank()
+    },
+    "every row is taken once in an epoch, but all epochs have the same order": {"seed": lambda self, epoch: 0},
 }
 check_row_trainer = Exercise(
-    _SeedOfTheEpoch, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, ranks=True, right=_OrderOfRank0
+    _Seeds, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, ranks=True, right=_OrderOfRank0
 )

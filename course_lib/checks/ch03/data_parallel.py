@@ -1,14 +1,16 @@
 """Tables of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
 
+import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from course_lib.checks.core import numbers
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, collective
+from course_lib.checks.watch import Each, on_ranks
 from course_lib.comm import all_gather, all_reduce
 
 
@@ -71,16 +73,6 @@ def _average_by_tokens(grad_P, num_tokens, group):
     return all_reduce(grad_P * num_tokens, group) / all_reduce(grad_P.new_tensor(float(num_tokens)), group)
 
 
-def _in_two_phases(grad_P, num_tokens, group):
-    """A reduce-scatter, the division of my piece, an all-gather."""
-    piece_p = grad_P.new_empty(len(grad_P) // group.size())
-    dist.reduce_scatter_tensor(piece_p, grad_P * num_tokens, group=group)
-    piece_p /= all_reduce(torch.tensor([float(num_tokens)], dtype=grad_P.dtype), group)
-    mean_P = torch.empty_like(grad_P)
-    dist.all_gather_into_tensor(mean_P, piece_p, group=group)
-    return mean_P
-
-
 def _gathers_all(grad_P, num_tokens, group):
     everything = all_gather(torch.cat([grad_P * num_tokens, grad_P.new_tensor([float(num_tokens)])]), group)
     total = all_gather(everything, group).view(-1, len(grad_P) + 1)[: group.size()].sum(0)
@@ -96,11 +88,6 @@ def _gradients(rng: random.Random) -> list[tuple]:
             counts[lost], grads[lost] = 0, torch.zeros(40, dtype=torch.float64)
         cases.append((size, Each(grads), Each(counts)))
     return cases
-
-
-def _watch_average(answer, grads, counts):
-    seen = collective(answer, grads, counts, slack=64)
-    return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
 
 
 _WRONG_TOKENS = {
@@ -121,27 +108,23 @@ _WRONG_TOKENS = {
 }
 _SAYS_TOKENS = {"bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens"}
 check_average_by_tokens = Exercise(
-    _average_by_tokens, _gradients, _WRONG_TOKENS, _watch_average, _SAYS_TOKENS, right=_in_two_phases, ranks=True
+    _average_by_tokens, _gradients, _WRONG_TOKENS, partial(on_ranks, slack=64), _SAYS_TOKENS, ranks=True
 )
 
 
 # ------------------------------------------------------------------------------------ 3. clipping
-def _averaged(grads, group):
-    return [all_reduce(grad, group, op="mean") for grad in grads]
+def _averaged(grads, group, op="mean"):
+    return [all_reduce(grad, group, op=op) for grad in grads]
 
 
-def _norm(grads):
-    return torch.cat([grad.flatten() for grad in grads]).norm()
+def _clipped(grads, max_norm, norm_of=lambda norm: norm, most=1.0):
+    norm = norm_of(torch.cat([grad.flatten() for grad in grads]).norm())
+    return [grad * min(most, max_norm / float(norm)) for grad in grads]
 
 
-def _scaled(grads, norm, max_norm):
-    return [grad * min(1.0, max_norm / float(norm)) for grad in grads]
-
-
-def _average_and_clip(grads, max_norm, group):
+def _average_and_clip(grads, max_norm, group, op="mean", **mistake):
     """Averaged gradients of several tensors, scaled together so that their norm is at most max_norm."""
-    averaged = _averaged(grads, group)
-    return _scaled(averaged, _norm(averaged), max_norm)
+    return _clipped(_averaged(grads, group, op), max_norm, **mistake)
 
 
 def _in_place(grads, max_norm, group):
@@ -150,21 +133,6 @@ def _in_place(grads, max_norm, group):
         grad /= dist.get_world_size(group)
     norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
     return grads if norm <= max_norm else [max_norm * grad / norm for grad in grads]
-
-
-def _sums_the_norm(grads, max_norm, group):
-    averaged = _averaged(grads, group)
-    return _scaled(averaged, all_reduce(_norm(averaged) ** 2, group).sqrt(), max_norm)
-
-
-def _also_lengthens(grads, max_norm, group):
-    averaged = _averaged(grads, group)
-    return [grad * (max_norm / _norm(averaged)) for grad in averaged]
-
-
-def _clips_the_sum(grads, max_norm, group):
-    summed = [all_reduce(grad, group) for grad in grads]
-    return _scaled(summed, _norm(summed), max_norm)
 
 
 def _limits(rng: random.Random) -> list[tuple]:
@@ -185,21 +153,25 @@ def _watch_clipped(answer, grads, max_norm):
 
 WRONG_CLIP = {
     "clipped before averaging: a rank's own gradient is noisier and longer than the mean": (
-        lambda grads, max_norm, group: _averaged(_scaled(grads, _norm(grads), max_norm), group)
+        lambda grads, max_norm, group: _averaged(_clipped(grads, max_norm), group)
     ),
-    "the squares were summed over the ranks, but after averaging every rank has the whole gradient": _sums_the_norm,
+    "the squares were summed over the ranks, but after averaging every rank has the whole gradient": (
+        lambda grads, max_norm, group: _average_and_clip(
+            grads, max_norm, group, norm_of=lambda norm: all_reduce(norm**2, group).sqrt()
+        )
+    ),
     "each tensor was clipped on its own; the norm is that of all tensors together": lambda grads, max_norm, group: [
-        _scaled([grad], grad.norm(), max_norm)[0] for grad in _averaged(grads, group)
+        _clipped([grad], max_norm)[0] for grad in _averaged(grads, group)
     ],
-    "a gradient below the limit was made longer; the factor is at most 1": _also_lengthens,
+    "a gradient below the limit was made longer; the factor is at most 1": {"most": math.inf},
     "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
-    "the gradients were summed, not averaged": _clips_the_sum,
+    "the gradients were summed, not averaged": {"op": "sum"},
 }
 check_average_and_clip = Exercise(_average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 4. buckets
-def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, strictly=False):
+def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, strictly=False, rest=True):
     """Which parameters share a bucket: last first, closed once it has its size, the first one small."""
     plan, filling = [], []
     for index in order(range(len(sizes_bytes))):
@@ -208,7 +180,7 @@ def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, stric
         if held > limit or (held == limit and not strictly):
             plan.append(filling)
             filling = []
-    return plan + [filling] if filling else plan
+    return plan + [filling] if filling and rest else plan
 
 
 def _never_over(sizes_bytes, bucket_bytes, first_bucket_bytes):
@@ -219,12 +191,6 @@ def _never_over(sizes_bytes, bucket_bytes, first_bucket_bytes):
             plan.append([])
         plan[-1].append(index)
     return plan
-
-
-def _without_the_rest(sizes_bytes, bucket_bytes, first_bucket_bytes):
-    plan = buckets(sizes_bytes, bucket_bytes, first_bucket_bytes)
-    full = sum(sizes_bytes[member] for member in plan[-1]) >= (bucket_bytes if len(plan) > 1 else first_bucket_bytes)
-    return plan if full else plan[:-1]
 
 
 def _sizes(rng: random.Random) -> list[tuple]:
@@ -245,7 +211,7 @@ WRONG_BUCKETS = {
     "the first bucket is as large as others; it closes at first_bucket_bytes": _wrong(lambda cap, first: (cap, cap)),
     "every bucket closes at first_bucket_bytes; that is for the first alone": _wrong(lambda cap, first: (first, first)),
     "a bucket closes before it would pass its size; it closes once it has it": _never_over,
-    "the last bucket, which never got full, is missing: its gradients would not be averaged": _without_the_rest,
+    "the last bucket, which never got full, is missing: its gradients would not be averaged": _wrong(rest=False),
     "a bucket that has exactly its size stays open; it is full": _wrong(strictly=True),
 }
 check_buckets = Exercise(buckets, _sizes, WRONG_BUCKETS)

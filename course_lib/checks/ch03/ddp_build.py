@@ -4,14 +4,14 @@ What is seen first is what makes later numbers those of a race: other weights, m
 for, buckets that are written meanwhile.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.ch03.dp_hooks import WRITTEN, WatchedWork
+from course_lib.checks.ch03.dp_hooks import WRITTEN, accumulate, in_flight, watched_works
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import DROP, wrong_means
 from course_lib.checks.watch import Cost
@@ -76,50 +76,24 @@ def _projected(x: Tensor) -> float:
 
 def _of_a_step(made, micro_batches) -> dict:
     """Collectives of one step: until backward was over, in all, blocking, never waited for, written under way."""
-    works, sums, blocking, most_in_flight = [], [], 0, 0
-
-    def watching(original: Callable, is_sum: bool) -> Callable:
-        def watched(*args, **kwargs):
-            nonlocal blocking, most_in_flight
-            work = original(*args, **kwargs)
-            blocking += work is None
-            given = (*args, *kwargs.values())
-            tensors = [x if isinstance(x, list) else [x] for x in given if isinstance(x, Tensor | list)]
-            works.append(WatchedWork(work, tensors[0][0]) if work is not None else None)
-            if is_sum:  # the input of a reduce-scatter is longer than its output
-                sums.append(max(sum(x.numel() for x in of_one) for of_one in tensors))
-            most_in_flight = max(most_in_flight, _in_flight(works))
-            return works[-1]
-
-        return watched
-
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, original in originals.items():
-        setattr(dist, name, watching(original, "reduce" in name))
-    try:
+    flights = [0]
+    with watched_works(*COLLECTIVES, then=lambda works: flights.append(in_flight(works))) as works:
         made.backward(micro_batches)
-        during, after_backward = len(works), _in_flight(works)
+        during, after_backward = len(works), in_flight(works)
         made.update()
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    never_waited = _in_flight(works)
-    for work in filter(None, works):
-        work.wait()
+        never_waited = in_flight(works)
+    blocking = any(work.blocks for work in works)
+    sums = [work.elements for work in works if "reduce" in work.name]
     return {
         "a collective of torch.distributed was called": bool(works),
         "messages": Cost(len(works), MOST_MESSAGES - len(works)),
         "messages never waited for": never_waited,
-        "a bucket was written under way": any(work is not None and work.written for work in works),
+        "a bucket was written under way": any(work.written for work in works),
         "a message had started when backward was over": during > 0,
         "one message carried everything": len(works) == 1,
-        "backward waited for every message": bool(blocking or (most_in_flight <= 1 and not after_backward)),
+        "backward waited for every message": blocking or (max(flights) <= 1 and not after_backward),
         "a small message was not the last": any(elements < BUCKET_SIZE for elements in sums[:-1]),
     }
-
-
-def _in_flight(works: list) -> int:
-    return sum(work is not None and not work.waited for work in works)
 
 
 # ------------------------------------------------------------------------------------ right and wrong trainers
@@ -138,109 +112,31 @@ class DDP(OverlappedDP):
         for param in params:
             dist.broadcast(param.data, src=0, group=group)
 
-    def waited(self):
-        """Wait for all buckets, and make the step."""
-        for bucket in self.buckets:
-            bucket.work.wait()
-        self.optimizer.step()
-
-    def emptied(self):
-        """Fill the buckets with zeros."""
-        for bucket in self.buckets:
-            bucket.flat_P.zero_()
-
-
-class _CopiesIntoBuckets(DataParallel):
-    """Gradients are tensors of their own; a bucket is made when it is sent, and copied back."""
-
-    def __init__(self, model, make_optimizer, group):
-        super().__init__(model, make_optimizer, group)
-        flat_P = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-        dist.broadcast(flat_P, src=0, group=group)
-        torch.nn.utils.vector_to_parameters(flat_P, model.parameters())
-        self.filling, self.sent, self.syncing = [], [], False
-        self.first = next(model.parameters())
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(self.arrived)
-
-    def arrived(self, param):
-        """Send what is ready, once it is enough."""
-        if not self.syncing:
-            return
-        self.filling.append(param)
-        if sum(member.numel() for member in self.filling) >= BUCKET_SIZE or param is self.first:
-            flat_P = torch.cat([member.grad.flatten() for member in self.filling])
-            self.sent.append((self.filling, flat_P, dist.all_reduce(flat_P, group=self.group, async_op=True)))
-            self.filling = []
-
-    def backward(self, micro_batches):
-        """Accumulate; send in the last micro-batch."""
-        for index, part in enumerate(micro_batches, 1):
-            self.syncing = index == len(micro_batches)
-            (loss_of(self.model, *part) / len(micro_batches)).backward()
-
-    def update(self):
-        """Wait, copy back, and make the step."""
-        for members, flat_P, work in self.sent:
-            work.wait()
-            pieces = flat_P.split([member.numel() for member in members])
-            for member, piece in zip(members, pieces, strict=True):
-                member.grad = piece.view(member.shape) / self.group.size()
-        self.sent.clear()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-class _SendsAfterBackward(DDP):
-    backward = BucketedDP.backward
-    update = BucketedDP.update
-    is_last = False
-
-
-class _MessagePerTensor(DDP):
-    bucket_size = 1
-
-
-class _OneMessage(DDP):
-    bucket_size = 10**9
-
-
-class _WaitsInTheHook(DDP):
     def send(self, bucket):
+        """Start the all-reduce in the last micro-batch."""
         if self.is_last:
-            bucket.start()
-            bucket.work.wait()
+            self.start(bucket)
+
+    start = staticmethod(Bucket.start)
 
 
-class _SendsEveryMicroBatch(DDP):
-    """A race: the next micro-batch adds to buckets that are under way."""
-
-    def send(self, bucket):
-        bucket.start()
-
-
-class _FillsFromTheFirst(DDP):
-    """Buckets in the order of the model: the small rest has the last parameters and is sent first."""
-
-    in_order = staticmethod(lambda params: list(params)[::-1])
+def _start_a_copy(bucket):
+    """Right: what travels is a copy, which is copied back."""
+    bucket.copy_P = bucket.flat_P / bucket.group.size()
+    bucket.work = dist.all_reduce(bucket.copy_P, group=bucket.group, async_op=True)
 
 
-class _DividesUnderWay(DDP):
-    def send(self, bucket):
-        if self.is_last:
-            bucket.start()
-            bucket.flat_P += 0
+def _copy_back(trainer):
+    for bucket in trainer.buckets:
+        bucket.work.wait()
+        bucket.flat_P.copy_(bucket.copy_P)
 
 
-class _NeverWaits(DDP):
-    """Waits by time: right, and a race all the same."""
-
-    def finish(self):
-        dist.barrier(self.group)
-        while not all(bucket.work.is_completed() for bucket in self.buckets):
-            pass
-        self.optimizer.step()
-        self.emptied()
+def _wait_by_time(trainer):
+    """Right, and a race all the same."""
+    dist.barrier(trainer.group)
+    while not all(bucket.work.is_completed() for bucket in trainer.buckets):
+        pass
 
 
 class _SendsTheFirstMicroBatch(DDP):
@@ -257,31 +153,10 @@ class _SendsTheFirstMicroBatch(DDP):
                     bucket.work.wait()
 
 
-class _NeverDropsGradients(DDP):
-    finish = DDP.waited
-
-
-class _DropsTheViews(DDP):
-    """The buckets send the first step's gradients again, and the optimizer reads others."""
-
-    def finish(self):
-        self.waited()
-        self.optimizer.zero_grad()
-
-
 class _BuildsTheOptimizerAgain(DDP):
-    def finish(self):
-        super().finish()
+    def step(self):
+        super().step()
         self.optimizer = self.make_optimizer(self.model.parameters())
-
-
-class _AveragesNothing(DDP):
-    def send(self, bucket):
-        dist.all_reduce(bucket.flat_P.clone(), group=self.group, async_op=True).wait()
-
-    def finish(self):
-        self.optimizer.step()
-        self.emptied()
 
 
 class _PyTorchs(DataParallel):
@@ -290,9 +165,7 @@ class _PyTorchs(DataParallel):
         self.ddp = torch.nn.parallel.DistributedDataParallel(model)
 
     def backward(self, micro_batches):
-        for index, (x_BS, y_BS) in enumerate(micro_batches, 1):
-            self.ddp.require_backward_grad_sync = index == len(micro_batches)
-            (loss_of(self.ddp, x_BS, y_BS) / len(micro_batches)).backward()
+        accumulate(self.ddp, micro_batches, loss_of, lambda part, parts: 1 / len(parts))
 
     def update(self):
         self.optimizer.step()
@@ -302,27 +175,42 @@ class _PyTorchs(DataParallel):
 WRONG = {
     "a rank begins with other weights than rank 0; broadcast rank 0's in __init__": OverlappedDP,
     "no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP": _PyTorchs,
-    "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": (
-        _SendsEveryMicroBatch
-    ),
-    f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": _MessagePerTensor,
-    "messages were never waited for; the update may read too early": _NeverWaits,
-    f"a bucket {WRITTEN}": _DividesUnderWay,
-    "no message had started when backward was over; start a bucket in the hook that completes it": _SendsAfterBackward,
-    "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": _OneMessage,
-    "backward waited for every message; start with async_op=True, and wait in update": _WaitsInTheHook,
+    "send only in the last micro-batch; a later backward adds to a bucket, and must not while it is being sent": {
+        "send": lambda self, bucket: bucket.start()
+    },
+    f"{MOST_MESSAGES} messages are enough: fill buckets of 60,000 parameters": {"bucket_size": 1},
+    "messages were never waited for; the update may read too early": {"wait": _wait_by_time},
+    f"a bucket {WRITTEN}": {"start": staticmethod(lambda bucket: (bucket.start(), bucket.flat_P.add_(0)))},
+    "no message had started when backward was over; start a bucket in the hook that completes it": {
+        "backward": BucketedDP.backward,
+        "update": BucketedDP.update,
+        "is_last": False,
+    },
+    "one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters": {
+        "bucket_size": 10**9
+    },
+    "backward waited for every message; start with async_op=True, and wait in update": {
+        "start": staticmethod(lambda bucket: (bucket.start(), bucket.work.wait()))
+    },
     "a small message was not the last one; fill buckets from the last parameter to the first, so that the rest, "
-    "below 60,000 elements, is ready last": _FillsFromTheFirst,
+    "below 60,000 elements, is ready last": {"in_order": staticmethod(lambda params: list(params)[::-1])},
     **wrong_means(DDP),
-    "its first step used this rank's own gradient; take the mean over ranks": _AveragesNothing,
+    "its first step used this rank's own gradient; take the mean over ranks": {
+        "send": lambda self, bucket: dist.all_reduce(bucket.flat_P.clone(), group=self.group, async_op=True).wait(),
+        "wait": lambda self: None,
+    },
     "the mean over ranks of the first micro-batch, and this rank's own gradient of the later ones; average when "
     "the last micro-batch is in": _SendsTheFirstMicroBatch,
-    "the mean over ranks of the first micro-batch alone; average when the last micro-batch is in": type(
-        "FirstAlone", (_SendsTheFirstMicroBatch,), {"keeps": False}
+    "the mean over ranks of the first micro-batch alone; average when the last micro-batch is in": but(
+        _SendsTheFirstMicroBatch, keeps=False
     ),
-    f"its second step used the new gradient plus that of the first step; {DROP}": _NeverDropsGradients,
+    f"its second step used the new gradient plus that of the first step; {DROP}": {
+        "step": lambda self: self.optimizer.step()
+    },
     "its second step used this rank's own gradient, not averaged; the optimizer must read what is sent, and "
-    "zero_grad() replaces a .grad that is a view of a bucket by None": _DropsTheViews,
+    "zero_grad() replaces a .grad that is a view of a bucket by None": {
+        "step": lambda self: (self.optimizer.step(), self.optimizer.zero_grad())
+    },
     "the first step is right, the second not; build the optimizer once, for every parameter": _BuildsTheOptimizerAgain,
 }
 SAYS = {
@@ -337,5 +225,12 @@ SAYS = {
     "bytes sent": "an all-reduce of all gradients, once a step, is enough",
 }
 check_ddp = Exercise(
-    DDP, lambda rng: [(rng.choice([2, 4]),)], WRONG, _watch, SAYS, right=_CopiesIntoBuckets, ranks=True, seconds=30.0
+    DDP,
+    lambda rng: [(rng.choice([2, 4]),)],
+    WRONG,
+    _watch,
+    SAYS,
+    right=but(DDP, start=staticmethod(_start_a_copy), wait=_copy_back),
+    ranks=True,
+    seconds=30.0,
 )

@@ -1,8 +1,8 @@
 """Tables of chapter 03, exercises 5 and 6: hooks that overlap, and accumulation under DDP."""
 
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,21 @@ from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
 from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import copied
-from course_lib.comm import all_reduce_
 from course_lib.measure import ByteMeter
 
 
 # ------------------------------------------------------------------------------------ 5. hooks
 class WatchedWork:
-    """A collective under way: whether somebody waited for it, and whether its tensor was written before."""
+    """A collective that was called: whether somebody waited for it, and whether its tensor was written before.
 
-    def __init__(self, work: dist.Work, x: Tensor) -> None:
-        self._work, self._x, self._version = work, x, x._version
-        self.waited, self.written = False, False
+    elements   of the longest tensor that it was given: the input of a reduce-scatter is longer than its output
+    """
+
+    def __init__(self, name: str, work: dist.Work | None, given: list[list[Tensor]]) -> None:
+        self.name, self._work, self._x, self._version = name, work, given[0][0], given[0][0]._version
+        self.elements = max(sum(x.numel() for x in of_one) for of_one in given)
+        self.blocks = self.waited = work is None
+        self.written = False
 
     def _note(self) -> None:
         self.written |= not self.waited and self._x._version != self._version
@@ -31,12 +35,45 @@ class WatchedWork:
 
     def wait(self, *args) -> object:
         self._note()
-        return self._work.wait(*args)
+        return self.blocks or self._work.wait(*args)
 
     def __getattr__(self, name: str):
         if name == "get_future":
             self._note()
         return getattr(self._work, name)
+
+
+@contextmanager
+def watched_works(*names: str, then: Callable = lambda works: None) -> Iterator[list[WatchedWork]]:
+    """Give a list that gets each call of these functions of torch.distributed; `then` is told after each."""
+    originals, works = {name: getattr(dist, name) for name in names}, []
+
+    def watching(name: str) -> Callable:
+        def watched(*args, **kwargs):
+            work = originals[name](*args, **kwargs)
+            given = [
+                x if isinstance(x, list) else [x] for x in (*args, *kwargs.values()) if isinstance(x, Tensor | list)
+            ]
+            works.append(WatchedWork(name, work, given))
+            then(works)
+            return None if work is None else works[-1]
+
+        return watched
+
+    for name in names:
+        setattr(dist, name, watching(name))
+    try:
+        yield works
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    for work in works:
+        work.wait()
+
+
+def in_flight(works: list[WatchedWork]) -> int:
+    """Return how many of the calls nobody has waited for."""
+    return sum(not work.waited for work in works)
 
 
 WRITTEN = "was written between the start of its all-reduce and its wait(): divide before the start, or after the wait"
@@ -60,20 +97,21 @@ class TiedModel(nn.Module):
 
 def overlap(model, group, params=lambda model: model.parameters(), how=()):
     """Hooks that average each gradient during backward, once a parameter, for tied and frozen parameters too."""
-    works = []
+    works, trained = [], [param for param in params(model) if param.requires_grad]
 
     def start(param):
         if "sums" not in how and "divides under way" not in how:
-            param.grad /= group.size()
+            param.grad /= group.size() ** (2 if "divides twice" in how else 1)
         works.append(dist.all_reduce(param.grad, group=group, async_op="blocks" not in how))
         if "divides under way" in how:
             param.grad /= group.size()
 
-    for param in params(model):
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(start)
+    for param in trained if "after backward" not in how else []:
+        param.register_post_accumulate_grad_hook(start)
 
     def finish():
+        for param in trained if "after backward" in how else []:
+            start(param)
         for work in works if "never waits" not in how else []:
             if work is not None:
                 work.wait()
@@ -81,46 +119,6 @@ def overlap(model, group, params=lambda model: model.parameters(), how=()):
             works.clear()
 
     return finish
-
-
-def _on_copies(model, group):
-    """What travels is a copy, which becomes the gradient."""
-    copies = []
-
-    def start(param):
-        copy = param.grad / group.size()
-        copies.append((param, copy, all_reduce_(copy, group, async_op=True)))
-
-    for param in filter(lambda param: param.requires_grad, model.parameters()):
-        param.register_post_accumulate_grad_hook(start)
-
-    def finish():
-        for param, copy, work in copies:
-            work.wait()
-            param.grad = copy
-        copies.clear()
-
-    return finish
-
-
-def _after_backward(model, group):
-    def finish():
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad /= group.size()
-                dist.all_reduce(param.grad, group=group)
-
-    return finish
-
-
-def _divided_twice(model, group):
-    def divide(param):
-        param.grad /= group.size()
-
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(divide)
-    return overlap(model, group)
 
 
 def _watch_hooks(answer, seed):
@@ -140,53 +138,41 @@ def _watch_hooks(answer, seed):
 
 def _watch_step(model: nn.Module, x_BS: Tensor, finish: Callable, before: list) -> tuple[dict, list]:
     """What was seen of a step, and its all-reduces under way; `before` are those of the step before."""
-    original, works = dist.all_reduce, []
     for work in before:
         work.waited = False
-
-    def watched(*args, **kwargs):
-        work = original(*args, **kwargs)
-        works.append(WatchedWork(work, args[0] if args else kwargs["tensor"]) if work is not None else None)
-        return works[-1]
-
-    dist.all_reduce = watched
-    try:
+    with watched_works("all_reduce") as works:
         model(x_BS).square().mean().backward()
         during_backward = len(works)
         finish()
-    finally:
-        dist.all_reduce = original
-    under_way = [*filter(None, works)]
-    seen = {
-        "a dist.all_reduce was called": bool(works),
-        "an all-reduce had started when backward was over": during_backward > 0,
-        "all-reduces": len(works),
-        "all-reduces that block": sum(work is None for work in works[:during_backward]),
-        "all-reduces never waited for": sum(not work.waited for work in under_way),
-        "all-reduces of the step before waited for once more": sum(work.waited for work in before),
-        "gradients written under way": sum(work.written for work in under_way),
-    }
-    for work in under_way:
-        work.wait()
+        seen = {
+            "a dist.all_reduce was called": bool(works),
+            "an all-reduce had started when backward was over": during_backward > 0,
+            "all-reduces": len(works),
+            "all-reduces that block": sum(work.blocks for work in works[:during_backward]),
+            "all-reduces never waited for": in_flight(works),
+            "all-reduces of the step before waited for once more": sum(work.waited for work in before),
+            "gradients written under way": sum(work.written for work in works),
+        }
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return seen | {"the gradients": copied(grads, as_results=True)}, under_way
+    return seen | {"the gradients": copied(grads, as_results=True)}, [work for work in works if not work.blocks]
 
 
-wrong = partial(partial, overlap)
 _WRONG_HOOKS = {
-    "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": _after_backward,
-    "a tied parameter has two names and one gradient": wrong(
-        params=lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
-    ),
-    "some trainable parameters were left out": wrong(
-        params=lambda model: [param for name, param in model.named_parameters() if "weight" in name]
-    ),
-    "the hook waits for its all-reduce, and backward with it; start it with async_op=True": wrong(how="blocks"),
-    "gradients may be read too early: wait in finish": wrong(how="never waits"),
-    "empty the list of handles in finish, or it grows with every step": wrong(how="keeps the handles"),
-    f"a gradient {WRITTEN}": wrong(how="divides under way"),
-    "summed, not averaged": wrong(how="sums"),
-    "divided by the number of ranks twice": _divided_twice,
+    "when backward was over, no all-reduce had started; start it in the hook, only wait in finish": {
+        "how": "after backward"
+    },
+    "a tied parameter has two names and one gradient": {
+        "params": lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
+    },
+    "some trainable parameters were left out": {
+        "params": lambda model: [param for name, param in model.named_parameters() if "weight" in name]
+    },
+    "the hook waits for its all-reduce, and backward with it; start it with async_op=True": {"how": "blocks"},
+    "gradients may be read too early: wait in finish": {"how": "never waits"},
+    "empty the list of handles in finish, or it grows with every step": {"how": "keeps the handles"},
+    f"a gradient {WRITTEN}": {"how": "divides under way"},
+    "summed, not averaged": {"how": "sums"},
+    "divided by the number of ranks twice": {"how": "divides twice"},
     "must return finish": Stops(lambda model, group: overlap(model, group) and None),
 }
 _SAYS_HOOKS = {
@@ -197,9 +183,7 @@ _SAYS_HOOKS = {
     "all-reduces never waited for": "gradients may be read too early",
     "all-reduces of the step before waited for once more": "empty the list of handles in finish",
 }
-check_overlap = Exercise(
-    overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _SAYS_HOOKS, right=_on_copies, ranks=True
-)
+check_overlap = Exercise(overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _SAYS_HOOKS, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. accumulation
@@ -215,10 +199,6 @@ class _Row(nn.Module):
             return x_BD @ self.weight
 
 
-def _mean_loss(model: nn.Module, x_BD: Tensor, y_B: Tensor) -> Tensor:
-    return (model(x_BD).squeeze(1) - y_B).square().mean()
-
-
 def _rows(parts):
     return sum(len(y) for _, y in parts)
 
@@ -229,16 +209,6 @@ def accumulate(engine, parts, loss_of, share=lambda part, parts: _rows([part]) /
         if index not in skip:
             engine.require_backward_grad_sync = synced == "each" or index == len(parts) + synced
             (loss_of(engine, *part) * share(part, parts)).backward()
-
-
-def _first_part_last(engine, parts, loss_of):
-    first, *others = parts
-    with engine.no_sync():
-        for x, y in others:
-            (loss_of(engine, x, y) * len(y)).backward()
-    (loss_of(engine, *first) * len(first[1])).backward()
-    for param in engine.parameters():
-        param.grad /= _rows(parts)
 
 
 def _one_backward(engine, parts, loss_of):
@@ -267,7 +237,7 @@ def _watch_sum(answer, rows, seed):
     engine = DistributedDataParallel(model)
     parts = [(numbers(seed + 10 * dist.get_rank() + i, b, 5), numbers(seed + 5 + i, b)) for i, b in enumerate(rows)]
     with ByteMeter() as meter:
-        answer(engine, parts, _mean_loss)
+        answer(engine, parts, (lambda model, x_BD, y_B: (model(x_BD).squeeze(1) - y_B).square().mean()))
     return {
         "all-reduces": meter.calls.get("all_reduce", 0),
         "micro-batches kept when a forward pass begins": model.kept.most(slack=1),
@@ -275,25 +245,22 @@ def _watch_sum(answer, rows, seed):
     }
 
 
-wrong = partial(partial, accumulate)
 _NO_SYNC = "all micro-batches but the last belong in no_sync(), their forward pass too"
 WHOLE = (
     "one backward for the sum of {} losses needs the memory of all of them: a forward pass began while those before "
     "it still kept what they saved for backward; call backward() after each"
 )
 WRONG_SUM = {
-    f"an all-reduce for each micro-batch, and 1 is required: {_NO_SYNC}": wrong(synced="each"),
-    "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": wrong(synced=0),
+    f"an all-reduce for each micro-batch, and 1 is required: {_NO_SYNC}": {"synced": "each"},
+    "it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()": {"synced": 0},
     WHOLE.format("all"): _one_backward,
     WHOLE.format("all but the last"): _one_backward_but_for_the_last,
-    "every micro-batch counted alike, however many rows it has": wrong(share=lambda part, parts: 1 / len(parts)),
-    "the micro-batches' means were added up; weigh each by its share of the rows": wrong(share=lambda part, parts: 1),
-    "divided by the number of ranks as well; DDP has done that": wrong(
-        share=lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
-    ),
-    "only the last micro-batch is in it": wrong(skip=(0, 1, 2)),
+    "every micro-batch counted alike, however many rows it has": {"share": lambda part, parts: 1 / len(parts)},
+    "the micro-batches' means were added up; weigh each by its share of the rows": {"share": lambda part, parts: 1},
+    "divided by the number of ranks as well; DDP has done that": {
+        "share": lambda part, parts: _rows([part]) / _rows(parts) / dist.get_world_size()
+    },
+    "only the last micro-batch is in it": {"skip": (0, 1, 2)},
     "this is the rank's own gradient": _own_gradient,
 }
-check_accumulate = Exercise(
-    accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": _NO_SYNC}, right=_first_part_last, ranks=True
-)
+check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_sum, {"all-reduces": _NO_SYNC}, ranks=True)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.compare.trials import CONFIG, micro_batches_of_rank
 from course_lib.minimal.data import DataParallel
@@ -53,24 +54,24 @@ class ClippingZero(DataParallel):
             flat.all_gather()
 
 
-def _clipping(norm_of) -> type:
-    """Return the program with another norm: norm_of(squares of my shards, squares of the whole, group)."""
+class _Clipping(ClippingZero):
+    """Clips by norms of the shards and of the whole parameters."""
 
-    class Clipping(ClippingZero):
-        def clip(self):
-            parts = [sum(p.grad.square().sum() for p in params) for params in (self.shards, self.whole)]
-            norms = norm_of(*parts, self.group)
-            for params, norm in zip((self.shards, self.whole), norms, strict=True):
-                for param in params:
-                    param.grad *= min(1.0, self.max_norm / norm.item())
+    def norms(self, shards, whole):
+        """Return both, from the squares of mine."""
+        return 2 * [(comm.all_reduce(shards, self.group) + whole).sqrt()]
 
-    return Clipping
+    def clip(self):
+        norms = self.norms(*(sum(p.grad.square().sum() for p in params) for params in (self.shards, self.whole)))
+        for params, norm in zip((self.shards, self.whole), norms, strict=True):
+            for param in params:
+                param.grad *= min(1.0, self.max_norm / norm.item())
 
 
 def _watch(answer, max_norm):
     model = build(CONFIG, dtype=torch.float64)
     before = [param.detach().clone() for param in model.parameters()]
-    made = type("Limited", (answer,), {"max_norm": max_norm})(model, partial(torch.optim.SGD, lr=1.0), dist.group.WORLD)
+    made = but(answer, max_norm=max_norm)(model, partial(torch.optim.SGD, lr=1.0), dist.group.WORLD)
     made.backward(micro_batches_of_rank(0, 1))
     made.update()
     steps = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
@@ -83,19 +84,18 @@ def _watch(answer, max_norm):
 WRONG = {
     "the clipped gradient is shorter than max_norm": ClippingZero,
     "the clipped gradient is longer than max_norm": [
-        _clipping(lambda shards, whole, group: 2 * [comm.all_reduce(shards, group).sqrt()]),
-        _clipping(lambda shards, whole, group: 2 * [comm.all_reduce(shards + whole, group, op="mean").sqrt()]),
+        {"norms": lambda self, shards, whole: 2 * [comm.all_reduce(shards, self.group).sqrt()]},
+        {"norms": lambda self, shards, whole: 2 * [comm.all_reduce(shards + whole, self.group, op="mean").sqrt()]},
     ],
-    "every rank clips by a norm of its own": _clipping(lambda shards, whole, group: 2 * [(shards + whole).sqrt()]),
-    "the large and the whole parameters are scaled by two factors": _clipping(
-        lambda shards, whole, group: [comm.all_reduce(shards, group).sqrt(), whole.sqrt()]
-    ),
+    "every rank clips by a norm of its own": {"norms": lambda self, shards, whole: 2 * [(shards + whole).sqrt()]},
+    "the large and the whole parameters are scaled by two factors": {
+        "norms": lambda self, shards, whole: [comm.all_reduce(shards, self.group).sqrt(), whole.sqrt()]
+    },
 }
 check_clipping_zero = Exercise(
-    _clipping(lambda shards, whole, group: 2 * [(comm.all_reduce(shards, group) + whole).sqrt()]),
+    _Clipping,
     lambda rng: [(size, norm) for size in [rng.choice([2, 4])] for norm in (rng.uniform(0.2, 0.6), 1e3)],
     WRONG,
     _watch,
-    right=_clipping(lambda shards, whole, group: 2 * [comm.all_reduce(shards + whole / group.size(), group).sqrt()]),
     ranks=True,
 )

@@ -12,19 +12,23 @@ from course_lib.checks.watch import Each, on_ranks
 from course_lib.comm import all_gather, all_reduce
 
 # ------------------------------------------------------------------------------------ 1. bytes held
-ORDER = ("optimizer", "gradients", "parameters")
 
 
-def _held(order=ORDER, optimizer_bytes=12, shard=math.ceil, whole=math.ceil, cut=lambda stage: stage):
+def _held(
+    num_params,
+    stage,
+    dp_size,
+    order=("optimizer", "gradients", "parameters"),
+    optimizer_bytes=12,
+    shard=math.ceil,
+    whole=math.ceil,
+    cut=lambda stage: stage,
+):
     """The reference, and with an argument one of the mistakes. cut: how many kinds are sharded at a stage."""
-
-    def held(num_params, stage, dp_size):
-        piece, padded = shard(num_params / dp_size), whole(num_params / dp_size) * dp_size if stage else num_params
-        sizes = {"parameters": 2, "gradients": 2, "optimizer": optimizer_bytes}
-        cut_here = order[: cut(stage)]
-        return tuple(round(size * (piece if kind in cut_here else padded)) for kind, size in sizes.items())
-
-    return held
+    piece, padded = shard(num_params / dp_size), whole(num_params / dp_size) * dp_size if stage else num_params
+    sizes = {"parameters": 2, "gradients": 2, "optimizer": optimizer_bytes}
+    cut_here = order[: cut(stage)]
+    return tuple(round(size * (piece if kind in cut_here else padded)) for kind, size in sizes.items())
 
 
 def _models(rng):
@@ -43,32 +47,30 @@ def _of_stage(answer, num_params, stage, dp_size):
 
 
 _WRONG_HELD = {
-    "parameters are cut last, after gradients and optimizer states": _held(("parameters", "optimizer", "gradients")),
-    "optimizer states are cut first; gradients follow in stage 2": _held(("gradients", "optimizer", "parameters")),
-    "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": _held(optimizer_bytes=8),
-    "round the shard up: ranks pad to equal pieces": _held(shard=math.floor),
-    "every kind was divided; a stage cuts only what the stages up to it cut": _held(cut=lambda stage: 3 * (stage > 0)),
+    "parameters are cut last, after gradients and optimizer states": {
+        "order": ("parameters", "optimizer", "gradients")
+    },
+    "optimizer states are cut first; gradients follow in stage 2": {"order": ("gradients", "optimizer", "parameters")},
+    "the FP32 master copy belongs to the optimizer: 4 + 4 + 4 bytes, not 8": {"optimizer_bytes": 8},
+    "round the shard up: ranks pad to equal pieces": {"shard": math.floor},
+    "every kind was divided; a stage cuts only what the stages up to it cut": {"cut": lambda stage: 3 * (stage > 0)},
     "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all": [
-        _held(cut=lambda stage: 0, whole=lambda length: length),
-        _held(cut=lambda stage: 0),
+        {"cut": lambda stage: 0, "whole": lambda length: length},
+        {"cut": lambda stage: 0},
     ],
-    "from stage 1 on what stays whole is padded too": _held(whole=lambda length: length),
-    "return three whole numbers": Stops(lambda *case: tuple(float(size) for size in _held()(*case))),
+    "from stage 1 on what stays whole is padded too": {"whole": lambda length: length},
+    "return three whole numbers": Stops(lambda *case: tuple(float(size) for size in _held(*case))),
 }
 _SAYS_HELD = {"three whole numbers": "return three whole numbers: parameters, gradients, optimizer"}
-check_held_bytes = Exercise(_held(), _models, _WRONG_HELD, _of_stage, _SAYS_HELD)
+check_held_bytes = Exercise(_held, _models, _WRONG_HELD, _of_stage, _SAYS_HELD)
 
 
 # ------------------------------------------------------------------------------------ 2. bytes sent
-def _sent(grad_bytes=4, own=1, **of_stage):
+def _sent(num_params, stage, dp_size, micro_batches, grad_bytes=4, own=1, **of_stage):
     """The reference, and with an argument one of the mistakes. stage_1=(gathers, scatters), each of m micro-batches."""
-
-    def sent(num_params, stage, dp_size, micro_batches):
-        trips = {0: lambda m: (0, 2), 1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}[stage]
-        gathers, scatters = of_stage.get(f"stage_{stage}", trips)(micro_batches)
-        return (2 * gathers + grad_bytes * scatters) * (num_params // dp_size) * (dp_size - own)
-
-    return sent
+    trips = {0: lambda m: (0, 2), 1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}[stage]
+    gathers, scatters = of_stage.get(f"stage_{stage}", trips)(micro_batches)
+    return (2 * gathers + grad_bytes * scatters) * (num_params // dp_size) * (dp_size - own)
 
 
 def _steps(rng):
@@ -81,16 +83,16 @@ def _steps(rng):
 
 
 WRONG_SENT = {
-    "this is the all-reduce form; only a reduce-scatter is needed": _sent(stage_1=lambda m: (1, 2)),
-    "stage 1 reduces once a step, after the last micro-batch": _sent(stage_1=lambda m: (1, m)),
-    "each micro-batch reduces: nobody keeps whole gradients to add to": _sent(stage_2=lambda m: (1, 1)),
-    "parameters are gathered twice: for forward, and again for backward": _sent(stage_3=lambda m: (m, m)),
-    "every micro-batch gathers and reduces": _sent(stage_3=lambda m: (2, 1)),
-    "gradients travel in 4 bytes": _sent(grad_bytes=2),
-    "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": _sent(own=0),
+    "this is the all-reduce form; only a reduce-scatter is needed": {"stage_1": lambda m: (1, 2)},
+    "stage 1 reduces once a step, after the last micro-batch": {"stage_1": lambda m: (1, m)},
+    "each micro-batch reduces: nobody keeps whole gradients to add to": {"stage_2": lambda m: (1, 1)},
+    "parameters are gathered twice: for forward, and again for backward": {"stage_3": lambda m: (m, m)},
+    "every micro-batch gathers and reduces": {"stage_3": lambda m: (2, 1)},
+    "gradients travel in 4 bytes": {"grad_bytes": 2},
+    "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": {"own": 0},
 }
 check_sent_bytes = Exercise(
-    _sent(),
+    _sent,
     _steps,
     WRONG_SENT,
     lambda answer, num_params, stage, *rest: {f"stage {stage}: bytes sent": answer(num_params, stage, *rest)},
@@ -124,18 +126,17 @@ def _limits(rng):
     return cases
 
 
-wrong = partial(partial, _clipped)
 WRONG_CLIP = {
-    "scaled by the norm of its own shard; ranks scale differently": wrong(norm=lambda squares, group: squares.sqrt()),
-    "the shards' norms were added; add their squares, then take the root": wrong(
-        norm=lambda squares, group: all_reduce(squares.sqrt(), group)
-    ),
-    "the mean of the squares was taken; the whole gradient has the sum of them": wrong(
-        norm=lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
-    ),
-    "a gradient below the limit was made longer; the factor is at most 1": wrong(most=math.inf),
+    "scaled by the norm of its own shard; ranks scale differently": {"norm": lambda squares, group: squares.sqrt()},
+    "the shards' norms were added; add their squares, then take the root": {
+        "norm": lambda squares, group: all_reduce(squares.sqrt(), group)
+    },
+    "the mean of the squares was taken; the whole gradient has the sum of them": {
+        "norm": lambda squares, group: all_reduce(squares, group, op="mean").sqrt()
+    },
+    "a gradient below the limit was made longer; the factor is at most 1": {"most": math.inf},
     "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
-    "the root is missing: this is the sum of squares": wrong(norm=all_reduce),
+    "the root is missing: this is the sum of squares": {"norm": all_reduce},
     "a single number is enough": Stops(_gathers_the_gradient),
 }
 _SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
 from course_lib.checks.watch import Cost
@@ -50,18 +51,6 @@ class Buckets(Zero1):
     update = Zero2.update
 
 
-class BucketsAfterBackward(Buckets):
-    """Nothing is sent before the update."""
-
-    sends_in_backward, update = False, Zero1.update
-
-
-class OneBucket(Buckets):
-    """All gradients in one message, when backward is over."""
-
-    bucket_size = 10**9
-
-
 def _watch_buckets(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches > 1:
@@ -83,8 +72,10 @@ EARLY = "reduce-scatter a bucket as soon as its gradients are complete, and drop
 WRONG_BUCKETS = _wrong_steps(Zero2) | {
     _TOGETHER: Zero2,
     "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has 60,000 "
-    "parameters": OneBucket,
-    f"full gradients were still there when backward was over; {EARLY}": BucketsAfterBackward,
+    "parameters": but(Buckets, bucket_size=10**9),
+    f"full gradients were still there when backward was over; {EARLY}": but(
+        Buckets, sends_in_backward=False, update=Zero1.update
+    ),
 }
 _SAYS_BUCKETS = SAYS | {
     "reduce-scatters of backward": _TOGETHER,
@@ -95,20 +86,6 @@ check_zero2_buckets = Exercise(Buckets, inputs, WRONG_BUCKETS, _watch_buckets, _
 
 
 # ------------------------------------------------------------------------------------ 6. ZeRO-3
-class ByModuleHooks(Zero3):
-    """PyTorch's own backward hooks of modules."""
-
-    def __init__(self, model, make_optimizer, group):
-        Zero2.__init__(self, model, make_optimizer, group)
-        for unit, flat in zip(units_of(model), self.flats, strict=True):
-            flat.shard_p.data = flat.shard_p.detach().clone()
-            free(flat)
-            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
-            unit.register_forward_hook(lambda *_, flat=flat: free(flat))
-            unit.register_full_backward_pre_hook(lambda *_, flat=flat: gather(flat))
-            when_all_arrived(flat.params, lambda flat=flat: free(flat))
-
-
 class NeverFrees(Zero3):
     """Units stay full from forward to the end of backward: no phase more, the memory of stage 2."""
 
@@ -124,20 +101,23 @@ class NeverFrees(Zero3):
         when_all_arrived(flat.params, lambda: (flat.reduce_scatter(), free(flat)))
 
 
-class FreesAfterForwardAlone(NeverFrees):
-    """After backward all units are full again; no peak shows it, since a step peaks before."""
+def hook_modules(trainer, unit, flat):
+    """Right: PyTorch's own backward hooks of modules."""
+    unit.register_forward_hook(lambda *_: free(flat))
+    unit.register_full_backward_pre_hook(lambda *_: gather(flat))
+    NeverFrees.hook(trainer, unit, flat)
 
-    def hook(self, unit, flat):
-        unit.register_forward_hook(lambda unit, x, y: (free(flat), regather(y, flat))[0])
-        when_all_arrived(flat.params, flat.reduce_scatter)
 
-
-class NeverGathersForBackward(NeverFrees):
+def never_gather_again(trainer, unit, flat):
     """Forward is right, and backward meets emptied weights."""
+    unit.register_forward_hook(lambda *_: free(flat))
+    when_all_arrived(flat.params, flat.reduce_scatter)
 
-    def hook(self, unit, flat):
-        unit.register_forward_hook(lambda *_: free(flat))
-        when_all_arrived(flat.params, flat.reduce_scatter)
+
+def free_after_forward_alone(trainer, unit, flat):
+    """After backward all units are full again; no peak shows it, since a step peaks before."""
+    never_gather_again(trainer, unit, flat)
+    unit.register_forward_hook(lambda unit, x, y: regather(y, flat))
 
 
 def regather(output, flat):
@@ -180,9 +160,11 @@ _WRONG_ZERO3 = _wrong_steps(Zero3) | {
     "every rank has all states of the optimizer; give it the shards alone": DataParallel,
     "every rank has all parameters; free a unit's buffer, and keep the shard": Zero2,
     "free a unit after its forward, and after its backward": NeverFrees,
-    "free a unit after its backward too, once its gradients are reduced": FreesAfterForwardAlone,
+    "free a unit after its backward too, once its gradients are reduced": but(
+        NeverFrees, hook=free_after_forward_alone
+    ),
     "3 phases are enough: two all-gathers and a reduce-scatter, which gives the shard of the mean": AllReducesFirst,
-    "gather it before its forward, and again before its backward": Stops(NeverGathersForBackward),
+    "gather it before its forward, and again before its backward": Stops(but(NeverFrees, hook=never_gather_again)),
     "is your shard a view of the buffer that you empty?": Stops(ShardIsAView),
 }
 _SAYS_ZERO3 = SAYS | {
@@ -201,5 +183,13 @@ _FREED = {
     "again before its backward",
 }
 check_zero3 = Exercise(
-    Zero3, inputs, _WRONG_ZERO3, _watch_zero3, _SAYS_ZERO3, ranks=True, seconds=60.0, right=ByModuleHooks, errors=_FREED
+    Zero3,
+    inputs,
+    _WRONG_ZERO3,
+    _watch_zero3,
+    _SAYS_ZERO3,
+    ranks=True,
+    seconds=60.0,
+    right=but(NeverFrees, hook=hook_modules),
+    errors=_FREED,
 )

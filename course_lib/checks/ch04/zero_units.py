@@ -1,9 +1,5 @@
 """Grader of chapter 04, exercise 5: units that are gathered, used and freed, in forward and in backward."""
 
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,15 +12,6 @@ from course_lib.checks.watch import Cost
 WIDTH = 4
 
 
-@dataclass
-class Log:
-    """What happened, in order: (event, unit); and the most units whole at once."""
-
-    events: list[tuple[str, int]] = field(default_factory=list)
-    whole: set[int] = field(default_factory=set)
-    most_whole: int = 0
-
-
 class Unit:
     """One layer, tanh(x w), of which this rank keeps a shard. What exercise 5 is handed.
 
@@ -33,7 +20,7 @@ class Unit:
     free()           drops the whole weight                 reduce()        scatters the weight's gradient to its owners
     """
 
-    def __init__(self, index: int, whole_DD: Tensor, group: dist.ProcessGroup, log: Log) -> None:
+    def __init__(self, index: int, whole_DD: Tensor, group: dist.ProcessGroup, log: list[tuple[str, int]]) -> None:
         self._index, self._group, self._log = index, group, log
         self.shard_p = whole_DD.flatten().chunk(group.size())[group.rank()].clone()
         self.grad_p: Tensor | None = None
@@ -46,8 +33,6 @@ class Unit:
             raise CheckFailed(f"unit {self._index} is gathered although it is whole already: that sends it once more")
         self._whole_DD = torch.empty(WIDTH, WIDTH, dtype=self.shard_p.dtype)
         self._work = comm.all_gather_into(self._whole_DD.view(-1), self.shard_p, self._group, async_op=True)
-        self._log.whole.add(self._index)
-        self._log.most_whole = max(self._log.most_whole, len(self._log.whole))
 
     def wait(self) -> None:
         if self._whole_DD is None:
@@ -60,7 +45,6 @@ class Unit:
         if self._work is not None:
             self._work.wait()
         self._whole_DD, self._work, self._is_whole = None, None, False
-        self._log.whole.discard(self._index)
 
     def forward(self, x: Tensor) -> Tensor:
         self._need_whole("forward")
@@ -91,7 +75,7 @@ class Unit:
             raise CheckFailed(f"unit {self._index} runs {event} while its gather is under way; wait() for it first")
 
     def _note(self, event: str) -> None:
-        self._log.events.append((event, self._index))
+        self._log.append((event, self._index))
 
 
 def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, reverse=True, wait=True):
@@ -157,52 +141,51 @@ def _inputs(rng):
 
 def _events(answer, num_units, seed):
     """Watch the order of the calls, what is whole, the output and the shards of the gradients."""
-    rank, group, log = dist.get_rank(), dist.group.WORLD, Log()
+    rank, group, log = dist.get_rank(), dist.group.WORLD, []
     units = [Unit(index, numbers(seed + index, WIDTH, WIDTH), group, log) for index in range(num_units)]
     try:
         output = answer(units, numbers(seed + 100 + rank, 3, WIDTH))
     except CheckFailed as refused:  # every rank runs the same schedule, so all stop here
         return {"error": f"refused\n{refused}"}
-    turns = [event for event in log.events if event[0] in ("forward", "backward")]
+    turns = [event for event in log if event[0] in ("forward", "backward")]
+    most_whole, whole, late = _replayed(log, turns)
     return {
         "units that ran forward": sorted(index for event, index in turns if event == "forward"),
         "units that ran backward": sorted(index for event, index in turns if event == "backward"),
-        "units whose gradient was reduced": sorted({index for event, index in log.events if event == "reduce"}),
-        "units whole at once": Cost(log.most_whole),
-        "units still whole at the end": sorted(log.whole),
+        "units whose gradient was reduced": sorted({index for event, index in log if event == "reduce"}),
+        "units whole at once": Cost(most_whole),
+        "units still whole at the end": sorted(whole),
         "the order": turns,
-        "turns without a gather": _not_ahead(log.events, turns),
-        "gathers": Cost(sum(event == "gather" for event, _ in log.events)),
+        "turns without a gather": late,
+        "gathers": Cost(sum(event == "gather" for event, _ in log)),
         "the output": output,
         "the shards of the gradients": [unit.grad_p for unit in units],
     }
 
 
-def _not_ahead(events: list[tuple[str, int]], turns: list[tuple[str, int]]) -> list[str]:
-    return [
-        f"unit {turn[1]} runs {turn[0]}"
-        for turn, (_, following) in pairwise(turns)
-        if turn[1] != following and ("gather", following) not in _since_freed(events, following, events.index(turn))
-    ]
+def _replayed(events: list[tuple[str, int]], turns: list[tuple[str, int]]) -> tuple[int, set[int], list[str]]:
+    """The most units whole at once, those whole at the end, and turns in which the next unit is not gathered yet."""
+    whole, most_whole, late, following = set(), 0, [], iter([*turns[1:], None])
+    for event, index in events:
+        if event == "gather":
+            whole.add(index)
+            most_whole = max(most_whole, len(whole))
+        elif event == "free":
+            whole.discard(index)
+        elif (event, index) in turns and (after := next(following)) and after[1] not in whole:
+            late.append(f"unit {index} runs {event}")
+    return most_whole, whole, late
 
 
-def _since_freed(events: list[tuple[str, int]], index: int, stop: int) -> list[tuple[str, int]]:
-    """The events up to `stop` after the last one that freed this unit."""
-    until = events[:stop]
-    freed = [place for place, event in enumerate(until) if event == ("free", index)]
-    return until[freed[-1] + 1 :] if freed else until
-
-
-wrong = partial(partial, _stage_3)
 WRONG = {
-    "a gradient was never reduced": wrong(reduce=False),
-    "too many units were whole at once: free a unit after its turn": wrong(free=False),
+    "a gradient was never reduced": {"reduce": False},
+    "too many units were whole at once: free a unit after its turn": {"free": False},
     "units are still whole; free them after their backward": _left_whole,
-    "forward runs from the first unit to the last, and backward from the last to the first": wrong(reverse=False),
-    "while a unit runs nothing is gathered ahead; start to gather the next one before": wrong(ahead=False),
+    "forward runs from the first unit to the last, and backward from the last to the first": {"reverse": False},
+    "while a unit runs nothing is gathered ahead; start to gather the next one before": {"ahead": False},
     "runs forward with freed parameters": Stops(lambda units, x: units[0].forward(x)),
-    "so gather it again": Stops(wrong(gather_again=False)),
-    "wait() for it first": Stops(wrong(wait=False)),
+    "so gather it again": Stops({"gather_again": False}),
+    "wait() for it first": Stops({"wait": False}),
 }
 SAYS = {
     "units that ran forward": "once is right for each",

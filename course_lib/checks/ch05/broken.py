@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 from course_lib.compare.trials import CONFIG, micro_batches_of_rank, sgd
 from course_lib.minimal.tensor import TensorParallel, copy_in
@@ -68,16 +69,13 @@ class _Sums(LoRATensorParallel):
         super().update()
 
 
-class _CopiesA(LoRATensorParallel):
-    class layer(LoRAColumn):
-        def forward(self, x_BSD):
-            return self.column(x_BSD) + x_BSD @ copy_in(self.a_rD, self.group).T @ self.b_dr.T
+def _through(h_of) -> type:
+    """Return the program whose b multiplies h_of(its layer, x_BSD)."""
 
+    def forward(layer, x_BSD):
+        return layer.column(x_BSD) + h_of(layer, x_BSD) @ layer.b_dr.T
 
-class _CopiesH(LoRATensorParallel):
-    class layer(LoRAColumn):
-        def forward(self, x_BSD):
-            return self.column(x_BSD) + copy_in(x_BSD @ self.a_rD.T, self.group) @ self.b_dr.T
+    return but(LoRATensorParallel, layer=but(LoRAColumn, forward=forward))
 
 
 def _watch(answer, num_micro_batches):
@@ -97,11 +95,11 @@ def _watch(answer, num_micro_batches):
 
 WRONG = {
     "after one step all is right; after two, each rank has another a": LoRATensorParallel,
-    "all ranks have the same a, but after two steps it moved less than that of one process": type(
-        "Means", (_Sums,), {"op": "mean"}
+    "all ranks have the same a, but after two steps it moved less than that of one process": {"op": "mean"},
+    "the adapters of the last block are right, those of the blocks before it are not": _through(
+        lambda layer, x_BSD: copy_in(x_BSD @ layer.a_rD.T, layer.group)
     ),
-    "the adapters of the last block are right, those of the blocks before it are not": _CopiesH,
-    "now b is wrong too, already after one step": type("SumsAll", (_Sums,), {"summed": ""}),
+    "now b is wrong too, already after one step": {"summed": ""},
 }
 check_lora_tensor = Exercise(
     _Sums,
@@ -109,6 +107,6 @@ check_lora_tensor = Exercise(
     WRONG,
     _watch,
     ranks=True,
-    right=_CopiesA,
+    right=_through(lambda layer, x_BSD: x_BSD @ copy_in(layer.a_rD, layer.group).T),
     seconds=20.0,
 )

@@ -1,11 +1,11 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
 from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import inputs, sent_in_a_step, trained
+from course_lib.checks.trainers import inputs, scaled, sent_in_a_step, trained
 from course_lib.checks.watch import Cost
-from course_lib.comm import all_reduce
 from course_lib.compare.record import Record
 from course_lib.compare.trials import count_bytes, micro_batches_of_rank
+from course_lib.minimal.sequence import sum_norm_gradients
 from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.parallel import tensor as engine_of
 from course_lib.parallel.engine import full_parameters
@@ -34,41 +34,23 @@ class ByTheEngine:
         return full_parameters(self.engine)
 
 
-class ForgetsSameTokens(TensorParallel):
-    same_tokens = False
+def without(x, group):
+    """In place of f or g: nothing is sent."""
+    return x
 
 
-class WithoutF(TensorParallel):
-    enter = staticmethod(lambda x, group: x)
+def sum_the_norms(trainer):
+    sum_norm_gradients(trainer.model, trainer.group)
+    TensorParallel.update(trainer)
 
 
-class WithoutG(TensorParallel):
-    leave = staticmethod(lambda x, group: x)
-
-
-class SumsNorms(TensorParallel):
-    def update(self):
-        for name, param in self.model.named_parameters():
-            if "norm" in name:
-                param.grad = all_reduce(param.grad, self.group)
-        super().update()
-
-
-class ForgetsMicroBatches(TensorParallel):
-    def backward(self, micro_batches):
-        for x_BS, y_BS in micro_batches:
-            self.loss(x_BS, y_BS).backward()
-
-
-class CountsTargetsOfOtherRanks(TensorParallel):
+def loss_with_targets_of_other_ranks(trainer, x_BS, y_BS):
     """Each rank adds a logit for every target, also where the target is another rank's."""
-
-    def loss(self, x_BS, y_BS):
-        z_BSv = self.model(x_BS)
-        v = z_BSv.shape[-1]
-        place_BS = (y_BS - self.group.rank() * v).clamp(0, v - 1)
-        target_BS = sum_out(z_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1), self.group)
-        return (sum_out(z_BSv.exp().sum(-1), self.group).log() - target_BS).mean()
+    z_BSv = trainer.model(x_BS)
+    v = z_BSv.shape[-1]
+    place_BS = (y_BS - trainer.group.rank() * v).clamp(0, v - 1)
+    target_BS = sum_out(z_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1), trainer.group)
+    return (sum_out(z_BSv.exp().sum(-1), trainer.group).log() - target_BS).mean()
 
 
 class HeadStaysFull(TensorParallel):
@@ -84,8 +66,10 @@ class HeadStaysFull(TensorParallel):
         return loss_of(self.model, x_BS, y_BS)
 
 
-class FBeforeEachColumn(WithoutF):
+class FBeforeEachColumn(TensorParallel):
     """Right, but it sends more."""
+
+    enter = staticmethod(without)
 
     def __init__(self, model, make_optimizer, group):
         super().__init__(model, make_optimizer, group)
@@ -110,12 +94,18 @@ PARTS = "cut every matrix, the embedding and the head as well, and let the full 
 ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
 FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
 WRONG = {
-    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": ForgetsSameTokens,
-    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": WithoutF,
-    "there is no g behind the rows: what goes on is a partial sum": WithoutG,
-    "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
-    "the loss is wrong: a rank counts a target's logit only where the target is its own": CountsTargetsOfOtherRanks,
-    DIVIDED: ForgetsMicroBatches,
+    "the class needs `same_tokens = True`: without it the check gives every rank other sequences": {
+        "same_tokens": False
+    },
+    "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": {
+        "enter": staticmethod(without)
+    },
+    "there is no g behind the rows: what goes on is a partial sum": {"leave": staticmethod(without)},
+    "the norms' gradients were summed, but every rank has the whole one, since f summed it": {"update": sum_the_norms},
+    "the loss is wrong: a rank counts a target's logit only where the target is its own": {
+        "loss": loss_with_targets_of_other_ranks
+    },
+    DIVIDED: scaled(TensorParallel, lambda ranks, parts: parts),
     PARTS: HeadStaysFull,
     ENOUGH: FBeforeEachColumn,
 }

@@ -1,7 +1,5 @@
 """Graders of chapter 05, exercises 1 to 3: heads by rank, the share of communication, a row layer."""
 
-from functools import partial
-
 import torch.nn.functional as F
 
 from course_lib.checks.core import fresh_generator, numbers
@@ -27,16 +25,12 @@ def _that_they_read(queries, N, K, tp, rank):
     return sorted({head * K // N for head in queries})
 
 
-def _heads(queries=_neighbours, kv=_that_they_read, refuses=True):
+def _heads(num_heads, num_kv_heads, tp_size, tp_rank, queries=_neighbours, kv=_that_they_read, refuses=True):
     """The reference, and with an argument one of the mistakes."""
-
-    def heads(num_heads, num_kv_heads, tp_size, tp_rank):
-        if refuses and not _divide(num_heads, num_kv_heads, tp_size):
-            raise ValueError("these heads do not divide; change tp_size")
-        mine = queries(num_heads, tp_size, tp_rank)
-        return mine, kv(mine, num_heads, num_kv_heads, tp_size, tp_rank)
-
-    return heads
+    if refuses and not _divide(num_heads, num_kv_heads, tp_size):
+        raise ValueError("these heads do not divide; change tp_size")
+    mine = queries(num_heads, tp_size, tp_rank)
+    return mine, kv(mine, num_heads, num_kv_heads, tp_size, tp_rank)
 
 
 def _heads_by_bounds(num_heads, num_kv_heads, tp_size, tp_rank):
@@ -74,32 +68,29 @@ def _of_the_last_for_the_rest(queries, N, K, tp, rank):
 
 
 WRONG_HEADS = {
-    "neighbours together, as an equal cut of the weight": _heads(queries=lambda N, tp, rank: list(range(rank, N, tp))),
-    "every key/value head; a rank needs only those that its own query heads read": _heads(
-        kv=lambda queries, N, K, tp, rank: list(range(K))
-    ),
-    "key/value heads are dealt out in turns; its query heads read neighbours": _heads(
-        kv=lambda queries, N, K, tp, rank: list(range(rank % K, K, tp))
-    ),
-    "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": _heads(
-        kv=lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
-    ),
-    "tp must divide the query heads, and of K and tp one the other; else raise ValueError": _heads(refuses=False),
-    "a rank has those that its query heads read": Stops(_heads(kv=_of_the_last_for_the_rest)),
+    "neighbours together, as an equal cut of the weight": {"queries": lambda N, tp, rank: list(range(rank, N, tp))},
+    "every key/value head; a rank needs only those that its own query heads read": {
+        "kv": lambda queries, N, K, tp, rank: list(range(K))
+    },
+    "key/value heads are dealt out in turns; its query heads read neighbours": {
+        "kv": lambda queries, N, K, tp, rank: list(range(rank % K, K, tp))
+    },
+    "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": {
+        "kv": lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
+    },
+    "tp must divide the query heads, and of K and tp one the other; else raise ValueError": {"refuses": False},
+    "a rank has those that its query heads read": Stops({"kv": _of_the_last_for_the_rest}),
 }
 SAYS_HEADS = {"key/value heads": "a rank has those that its query heads read"}
-check_heads = Exercise(_heads(), _every_rank, WRONG_HEADS, _dealt, SAYS_HEADS, right=_heads_by_bounds)
+check_heads = Exercise(_heads, _every_rank, WRONG_HEADS, _dealt, SAYS_HEADS, right=_heads_by_bounds)
 
 
 # ------------------------------------------------------------------------------------ 2. the share of communication
-def _seconds(trips=lambda tp: 2 * (tp - 1) / tp, way=0.5, flops=6, gpus=lambda tp: tp):
+def _share(num_layers, d_model, num_parameters, tp, sold_bytes_per_s, flops_per_s, **mistake):
     """The reference, and with an argument one of the mistakes. way: the share of the data sheet's number."""
-
-    def share(num_layers, d_model, num_parameters, tp, sold_bytes_per_s, flops_per_s):
-        sent_bytes = 4 * num_layers * trips(tp) * 2 * d_model
-        return sent_bytes / (sold_bytes_per_s * way) / (flops * num_parameters / gpus(tp) / flops_per_s)
-
-    return share
+    use = {"trips": 2 * (tp - 1) / tp, "way": 0.5, "flops": 6, "gpus": tp} | mistake
+    sent_bytes = 4 * num_layers * use["trips"] * 2 * d_model
+    return sent_bytes / (sold_bytes_per_s * use["way"]) / (use["flops"] * num_parameters / use["gpus"] / flops_per_s)
 
 
 def _models(rng):
@@ -109,14 +100,14 @@ def _models(rng):
 
 _WRONG_SHARE = {
     "it is half of what is right. Either the data sheet's number was used as it is (it adds both directions, and "
-    "one of them bounds a ring), or only forward's two all-reduces a layer were counted": _seconds(way=1),
-    "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 1),
-    "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": _seconds(lambda tp: 2),
-    "each GPU computes only 1 / tp of the FLOPs": _seconds(gpus=lambda tp: 1),
-    "a bf16 number has 2 bytes": _seconds(way=0.25),
-    "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": _seconds(flops=2),
+    "one of them bounds a ring), or only forward's two all-reduces a layer were counted": {"way": 1},
+    "each all-reduce was taken to send its payload once; it is 2 (tp - 1) / tp of it": {"trips": 1},
+    "each all-reduce was taken to send its payload twice; it is 2 (tp - 1) / tp of it": {"trips": 2},
+    "each GPU computes only 1 / tp of the FLOPs": {"gpus": 1},
+    "a bf16 number has 2 bytes": {"way": 0.25},
+    "forward and backward of a token take 6 FLOPs for each parameter, 2 are forward's alone": {"flops": 2},
 }
-check_share = Exercise(_seconds(), _models, _WRONG_SHARE)
+check_share = Exercise(_share, _models, _WRONG_SHARE)
 
 
 # ------------------------------------------------------------------------------------ 3. a row layer
@@ -151,13 +142,12 @@ def _layer(answer, x_BSf, w_DF, b_D):
 
 
 _PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
-wrong = partial(partial, _row)
 _WRONG_ROW = {
-    "the bias is in it once a rank; add it once, after the sum": wrong(bias=lambda b_D, group: b_D * group.size()),
-    "the bias is missing": wrong(bias=lambda b_D, group: 0),
-    _PARTIAL: [wrong(op=None), wrong(op=None, bias=lambda b_D, group: 0)],
-    "the partial sums were averaged": wrong(op="mean"),
-    "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": wrong(dim=0),
+    "the bias is in it once a rank; add it once, after the sum": {"bias": lambda b_D, group: b_D * group.size()},
+    "the bias is missing": {"bias": lambda b_D, group: 0},
+    _PARTIAL: [{"op": None}, {"op": None, "bias": lambda b_D, group: 0}],
+    "the partial sums were averaged": {"op": "mean"},
+    "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": {"dim": 0},
     "one all-reduce of the result sends": Stops(_whole_inputs),
     "arguments changed": Stops(
         lambda x_BSf, w_DF, b_D, group: _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()

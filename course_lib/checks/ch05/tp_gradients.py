@@ -1,7 +1,5 @@
 """Graders of chapter 05, exercises 4 to 6: gathered features, backward of a column layer, a loss from pieces."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from course_lib.checks.functions import crossed, function
 from course_lib.checks.table import Exercise, Stops
 from course_lib.checks.watch import agree, on_ranks, several
 from course_lib.comm import all_gather, all_reduce
-from course_lib.comm.conjugate import copy_in, my_piece
+from course_lib.comm.conjugate import my_piece
 from course_lib.layout.partition import piece_sizes
 
 
@@ -33,10 +31,6 @@ def _by_an_all_reduce(x_Tf, group):
 
 def _gathered(forward=_side_by_side, backward=_mine):
     return lambda x_Tf, group: function(forward, backward).apply(x_Tf, group)
-
-
-def _with_lists(x_Tf, group):
-    return torch.cat(all_gather(x_Tf, group).chunk(group.size()), dim=1)
 
 
 def _gather(answer, seed):
@@ -68,9 +62,7 @@ SAYS_GATHER = {
     "bytes sent forward": "one all-gather sends no more",
     "bytes sent backward": "each rank has the full gradient already, so backward sends nothing",
 }
-check_gather_features = Exercise(
-    _gathered(), ranks_and_seeds, WRONG_GATHER, _gather, SAYS_GATHER, right=_gathered(_with_lists), ranks=True
-)
+check_gather_features = Exercise(_gathered(), ranks_and_seeds, WRONG_GATHER, _gather, SAYS_GATHER, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 5. backward of a column layer
@@ -83,19 +75,8 @@ def _column(
     return of_x((grad_BSf @ w_fD).contiguous(), group), of_w(grad_w, group), of_b(rows.sum(0), group)
 
 
-def _by_autograd(grad_BSf, x_BSD, w_fD, group):
-    x, w = x_BSD.clone().requires_grad_(), w_fD.clone().requires_grad_()
-    b = torch.zeros(len(w_fD), dtype=w_fD.dtype, requires_grad=True)
-    F.linear(copy_in(x, group), w, b).backward(grad_BSf)
-    return x.grad, w.grad, b.grad
-
-
 def _mean(grad, group):
     return all_reduce(grad, group, op="mean")
-
-
-def _bias_of_each_position(grad_BSf, x_BSD, w_fD, group):
-    return *_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0)
 
 
 def _layers(rng):
@@ -116,22 +97,21 @@ def _backward(answer, D, f, seed):
 
 
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
-wrong = partial(partial, _column)
 _WRONG_COLUMN = {
-    "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": wrong(
-        of_x=lambda grad, group: grad
+    "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": {
+        "of_x": lambda grad, group: grad
+    },
+    "the partial sums were averaged": {"of_x": _mean},
+    _ANOTHER.format("weight"): {"of_w": all_reduce},
+    "averaged over ranks": {"of_w": _mean},
+    _ANOTHER.format("bias"): {"of_b": all_reduce},
+    "it has shape (S, f); the bias was added in every sequence and at every position": (
+        lambda grad_BSf, x_BSD, w_fD, group: (*_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0))
     ),
-    "the partial sums were averaged": wrong(of_x=_mean),
-    _ANOTHER.format("weight"): wrong(of_w=all_reduce),
-    "averaged over ranks": wrong(of_w=_mean),
-    _ANOTHER.format("bias"): wrong(of_b=all_reduce),
-    "it has shape (S, f); the bias was added in every sequence and at every position": _bias_of_each_position,
-    "one all-reduce of x's gradient sends": Stops(wrong(of_w=lambda grad, group: all_reduce(grad, group) * 0 + grad)),
+    "one all-reduce of x's gradient sends": Stops({"of_w": lambda grad, group: all_reduce(grad, group) * 0 + grad}),
 }
 _SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
-check_column_backward = Exercise(
-    _column, _layers, _WRONG_COLUMN, _backward, _SAYS_COLUMN, right=_by_autograd, ranks=True
-)
+check_column_backward = Exercise(_column, _layers, _WRONG_COLUMN, _backward, _SAYS_COLUMN, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces

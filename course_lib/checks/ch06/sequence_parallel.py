@@ -119,18 +119,14 @@ check_kept = Exercise(_kept, _modes, WRONG_KEPT, _of_mode)
 
 
 # ------------------------------------------------------------------------------------ 6. the cheapest way that fits
-def _choice(**believed):
+def _choice(free_bytes, s, b, h, layers, t, **believed):
     """The reference; a way's name and how many units of s b h / t it is believed to need is one of the mistakes."""
     units = {"keep": lambda layers, t: layers * (30 + 4 * t), "regather": lambda layers, t: 34 * layers}
     units |= {"full": lambda layers, t: 2 * layers + 32} | believed
-
-    def choice(free_bytes, s, b, h, layers, t):
-        for way, needed in units.items():
-            if needed(layers, t) * s * b * h <= free_bytes * t:
-                return way
-        raise ValueError("nothing fits")
-
-    return choice
+    for way, needed in units.items():
+        if needed(layers, t) * s * b * h <= free_bytes * t:
+            return way
+    raise ValueError("nothing fits")
 
 
 def _limits(rng):
@@ -152,18 +148,18 @@ def _said(answer, *case):
 
 
 def _way(answer, free_bytes, s, b, h, layers, t):
-    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice()))
+    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice))
     return {f"what fits, {right}" if right != "ValueError" else "where nothing fits": said}
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}
 _WRONG_CHOICE = {
-    "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise ValueError": _choice(
-        full=lambda layers, t: 2 * layers
-    ),
-    "ValueError, but 'full' fits: its bytes are divided by t": _choice(full=lambda layers, t: (2 * layers + 32) * t),
-    "another way fits as well, and is cheaper": _choice(**_NEVER),
-    "'keep' needs 30/t + 4 for each layer, and does not fit": _choice(keep=lambda layers, t: 34 * layers),
-    "'regather' needs 34/t for each layer, and does not fit": _choice(regather=lambda layers, t: 34),
+    "nothing fits: one layer at a time is whole again, so even 'full' needs more than that; raise ValueError": {
+        "full": lambda layers, t: 2 * layers
+    },
+    "ValueError, but 'full' fits: its bytes are divided by t": {"full": lambda layers, t: (2 * layers + 32) * t},
+    "another way fits as well, and is cheaper": _NEVER,
+    "'keep' needs 30/t + 4 for each layer, and does not fit": {"keep": lambda layers, t: 34 * layers},
+    "'regather' needs 34/t for each layer, and does not fit": {"regather": lambda layers, t: 34},
 }
-check_choice = Exercise(_choice(), _limits, _WRONG_CHOICE, _way, {"where nothing fits": "raise ValueError"})
+check_choice = Exercise(_choice, _limits, _WRONG_CHOICE, _way, {"where nothing fits": "raise ValueError"})

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from course_lib.checks.core import but
 from course_lib.checks.functions import function
 from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, sent_in_a_step, trained
@@ -49,19 +50,10 @@ class WithoutTheSum(TensorSequenceParallel):
             param.grad = all_reduce(param.grad, self.group)
 
 
-class AveragesNorms(TensorSequenceParallel):
-    def update(self):
-        for param in norms_of(self.model):
-            param.grad /= self.group.size()
-        super().update()
-
-
-class OnlyTheBlocksNorms(WithoutTheSum):
-    summed = staticmethod(lambda model: norms_of(model.blocks))
-
-
-class SumsMatricesToo(WithoutTheSum):
-    summed = staticmethod(lambda model: list(model.parameters()))
+def average_the_norms(trainer):
+    for param in norms_of(trainer.model):
+        param.grad /= trainer.group.size()
+    TensorSequenceParallel.update(trainer)
 
 
 class SumsAfterEachMicroBatch(TensorSequenceParallel):
@@ -71,17 +63,9 @@ class SumsAfterEachMicroBatch(TensorSequenceParallel):
             sum_norm_gradients(self.model, self.group)
 
 
-class JoinsInFront(TensorSequenceParallel):
-    enter = staticmethod(lambda x_BsD, group: join(x_BsD, group, 1))
-
-
-class AllReducesAndSlices(TensorSequenceParallel):
-    leave = staticmethod(lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1))
-
-
-class CutsTheBatch(TensorSequenceParallel):
-    enter = staticmethod(lambda x_bSD, group: gather_in(x_bSD, group, 0))
-    leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
+def _between(**ways):
+    """Return the trainer with other ways into columns and out of rows: enter(x, group), leave(x, group)."""
+    return but(TensorSequenceParallel, **{way: staticmethod(move) for way, move in ways.items()})
 
 
 def watch(answer, num_micro_batches):
@@ -146,14 +130,22 @@ ENOUGH = (
 )
 WRONG = {
     "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
-    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": CutsTheBatch,
+    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": _between(
+        enter=lambda x_bSD, group: gather_in(x_bSD, group, 0), leave=lambda x_BSD, group: scatter_sum(x_BSD, group, 0)
+    ),
     SUM: WithoutTheSum,
-    "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": OnlyTheBlocksNorms,
-    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": AveragesNorms,
-    "a part of a matrix has its full gradient already; only what is replicated is to be summed": SumsMatricesToo,
+    "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": but(
+        WithoutTheSum, summed=staticmethod(lambda model: norms_of(model.blocks))
+    ),
+    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": {
+        "update": average_the_norms
+    },
+    "a part of a matrix has its full gradient already; only what is replicated is to be summed": but(
+        WithoutTheSum, summed=staticmethod(lambda model: list(model.parameters()))
+    ),
     "sum once, after the last micro-batch: a second sum counts the first micro-batches again": SumsAfterEachMicroBatch,
-    _GATHER: JoinsInFront,
-    ENOUGH: AllReducesAndSlices,
+    _GATHER: _between(enter=lambda x_BsD, group: join(x_BsD, group, 1)),
+    ENOUGH: _between(leave=lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1)),
 }
 SAYS = {
     "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",

@@ -38,11 +38,6 @@ def _slice(grad_BSD, group, S, rank=None):
     return mine_BsD[:, : sizes[group.rank()]].contiguous()
 
 
-def _in_lists(x_BsD, group, S):
-    rows = all_gather(_padded(x_BsD, S, group), group).chunk(group.size())
-    return torch.cat([row[:, :n] for row, n in zip(rows, piece_sizes(S, group.size()), strict=True)], 1)
-
-
 def _reshaped(x_BsD, group, S):
     flat = all_gather(_padded(x_BsD, S, group), group).flatten()
     return flat[: len(x_BsD) * S * x_BsD.shape[2]].view(len(x_BsD), S, -1)
@@ -92,10 +87,7 @@ WRONG_GATHER = {
     _HALF: Stops(function(_together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S))),
 }
 SAYS_GATHER = {"bytes sent forward": _HALF, "bytes sent backward": _HALF}
-_listed = function(_in_lists, _sum_of_mine)
-check_gather_in = Exercise(
-    function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, right=_listed, ranks=True
-)
+check_gather_in = Exercise(function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 4. the forgotten sum
@@ -121,14 +113,6 @@ def _sum(gradients, cut, group, names=lambda name, cut: name not in cut, op="sum
         grad.copy_(summed.view_as(grad))
 
 
-def _adds_what_others_have(gradients, cut, group):
-    mine = [grad for name, grad in gradients.items() if name not in cut]
-    own_P = torch.cat([grad.flatten() for grad in mine])
-    others_P = all_reduce(own_P, group) - own_P
-    for grad, part in zip(mine, others_P.split([grad.numel() for grad in mine]), strict=True):
-        grad += part.view_as(grad)
-
-
 def _one_by_one(gradients, cut, group, in_place=True):
     for name in sorted(gradients.keys() - cut):
         summed = all_reduce(gradients[name], group)
@@ -152,40 +136,36 @@ def _summed(answer, width, seed):
     return seen | {"collectives called": Cost(sum(meter.calls.values()))}
 
 
-wrong = partial(partial, _sum)
 WRONG_SUM = {
     "this rank's part is left as it was; if you made a new tensor, write into the old one (`copy_`)": partial(
         _one_by_one, in_place=False
     ),
-    "left out, though it is added behind the sum, to my tokens alone: not norms only": wrong(
-        names=lambda name, cut: "norm" in name
-    ),
-    "averaged; the parts of a sum must be summed": wrong(op="mean"),
-    "summed, but every rank has another part of this tensor": wrong(names=lambda name, cut: True),
+    "left out, though it is added behind the sum, to my tokens alone: not norms only": {
+        "names": lambda name, cut: "norm" in name
+    },
+    "averaged; the parts of a sum must be summed": {"op": "mean"},
+    "summed, but every rank has another part of this tensor": {"names": lambda name, cut: True},
     "put them into one flat tensor and send one all-reduce": _one_by_one,
 }
 _SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
-check_sum_of_my_tokens = Exercise(
-    _sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, right=_adds_what_others_have, ranks=True
-)
+check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 5. half a block
-def _half(
-    inside=lambda x_BsD, bias_D, group: 0,
-    after=lambda x_BsD, bias_D, group: x_BsD + bias_D,
-    enter=lambda x_BsD, norm, group: gather_in(norm(x_BsD), group, 1),
-    leave=scatter_sum,
-):
-    """The reference, and with an argument one of the mistakes. inside: what is added before the sum, after: behind."""
+_STEPS = {
+    "enter": lambda x_BsD, norm, group: gather_in(norm(x_BsD), group, 1),
+    "inside": lambda x_BsD, bias_D, group: 0,  # what is added before the sum
+    "leave": scatter_sum,
+    "after": lambda x_BsD, bias_D, group: x_BsD + bias_D,
+}
 
-    def block(x_BsD, norm, up_fD, down_Df, bias_D, group):
-        y_BSD_partial = F.linear(F.gelu(F.linear(enter(x_BsD, norm, group), up_fD)), down_Df) + inside(
-            x_BsD, bias_D, group
-        )
-        return after(x_BsD, bias_D, group) + leave(y_BSD_partial, group, 1)
 
-    return block
+def _half(x_BsD, norm, up_fD, down_Df, bias_D, group, **mistake):
+    """The reference, and with another step one of the mistakes."""
+    step = _STEPS | mistake
+    y_BSD_partial = F.linear(F.gelu(F.linear(step["enter"](x_BsD, norm, group), up_fD)), down_Df)
+    y_BSD_partial = y_BSD_partial + step["inside"](x_BsD, bias_D, group)
+    return step["after"](x_BsD, bias_D, group) + step["leave"](y_BSD_partial, group, 1)
 
 
 def _sizes(rng):
@@ -218,28 +198,29 @@ _CONJUGATES = (
     "leaves a row scatter_sum"
 )
 _WRONG_BLOCK = {
-    "the bias is in it once for every rank; add it after the sum": _half(
-        lambda x_BsD, bias_D, group: bias_D, lambda x_BsD, bias_D, group: x_BsD
-    ),
-    "the residual is in it once for every rank; add it after the sum": _half(
-        lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1), lambda x_BsD, bias_D, group: bias_D
-    ),
-    "the residual is missing": _half(after=lambda x_BsD, bias_D, group: bias_D),
-    "the bias is missing": _half(after=lambda x_BsD, bias_D, group: x_BsD),
-    "this is the whole sequence; a rank returns its own tokens": _half(
-        leave=lambda y_BSD, group, dim: sum_out(y_BSD, group),
-        after=lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
-    ),
-    "my tokens are enough; normalise before the gather": _half(
-        enter=lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
-    ),
-    _CONJUGATES: _half(enter=lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)),
+    "the bias is in it once for every rank; add it after the sum": {
+        "inside": lambda x_BsD, bias_D, group: bias_D,
+        "after": lambda x_BsD, bias_D, group: x_BsD,
+    },
+    "the residual is in it once for every rank; add it after the sum": {
+        "inside": lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1),
+        "after": lambda x_BsD, bias_D, group: bias_D,
+    },
+    "the residual is missing": {"after": lambda x_BsD, bias_D, group: bias_D},
+    "the bias is missing": {"after": lambda x_BsD, bias_D, group: x_BsD},
+    "this is the whole sequence; a rank returns its own tokens": {
+        "leave": lambda y_BSD, group, dim: sum_out(y_BSD, group),
+        "after": lambda x_BsD, bias_D, group: gather_in(x_BsD, group, 1) + bias_D,
+    },
+    "my tokens are enough; normalise before the gather": {
+        "enter": lambda x_BsD, norm, group: norm(gather_in(x_BsD, group, 1))
+    },
+    _CONJUGATES: {"enter": lambda x_BsD, norm, group: join(norm(x_BsD), group, 1)},
     "a gather and a reduce-scatter each way": Stops(
-        _half(leave=lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim))
+        {"leave": lambda y_BSD, group, dim: split(sum_out(y_BSD, group), group, dim)}
     ),
 }
 _SAYS_BLOCK = {f"the gradient of {name}": _CONJUGATES for name in ("x", "up", "down")} | {
     "bytes sent forward and backward": "a gather and a reduce-scatter each way"
 }
-_in_shares = _half(lambda x_BsD, bias_D, group: bias_D / group.size(), lambda x_BsD, bias_D, group: x_BsD)
-check_mlp_block = Exercise(_half(), _sizes, _WRONG_BLOCK, _blocks, _SAYS_BLOCK, right=_in_shares, ranks=True)
+check_mlp_block = Exercise(_half, _sizes, _WRONG_BLOCK, _blocks, _SAYS_BLOCK, ranks=True)

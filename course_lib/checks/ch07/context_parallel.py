@@ -1,7 +1,5 @@
 """Graders of chapter 07, exercises 1 to 4: positions, the merge of a softmax, a step's tile, bytes."""
 
-from functools import partial
-
 import torch
 
 from course_lib.checks.core import numbers
@@ -54,17 +52,16 @@ def _neighbours(all_S, ranks, rank):
     return all_S.chunk(ranks)[rank]
 
 
-wrong = partial(partial, _places)
 _WRONG_POSITIONS = {
-    "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": wrong(
-        zigzag=_chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
-    ),
-    "these are two neighbouring chunks: the rank's work would grow with its number": wrong(zigzag=_neighbours),
-    "the same tokens, but in descending chunks: positions ascend": wrong(
-        zigzag=_chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
-    ),
-    "striped deals tokens out one by one: every ranks-th, beginning with rank": wrong(striped=_neighbours),
-    "contiguous tokens are neighbours": wrong(contiguous=lambda all_S, ranks, rank: all_S[rank::ranks]),
+    "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": {
+        "zigzag": _chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
+    },
+    "these are two neighbouring chunks: the rank's work would grow with its number": {"zigzag": _neighbours},
+    "the same tokens, but in descending chunks: positions ascend": {
+        "zigzag": _chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
+    },
+    "striped deals tokens out one by one: every ranks-th, beginning with rank": {"striped": _neighbours},
+    "contiguous tokens are neighbours": {"contiguous": lambda all_S, ranks, rank: all_S[rank::ranks]},
 }
 check_positions = Exercise(_places, _all_ranks, _WRONG_POSITIONS, _as_list, right=_by_owner)
 
@@ -95,25 +92,24 @@ def _parts(rng):
     return cases
 
 
-wrong = partial(partial, merged)
 WRONG_MERGE = {
-    "the outputs were averaged; each counts by its sum of exponentials": wrong(
-        weigh=lambda lses: torch.full_like(lses, 1 / len(lses))
-    ),
-    "the outputs were added; each must be shrunk first by its share": wrong(weigh=torch.ones_like),
-    "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": wrong(
-        weigh=lambda lses: lses / lses.sum(0)
-    ),
-    "out has inf or nan: exp of a large score overflows; take the difference of two lse first": wrong(
-        weigh=lambda lses: lses.exp() / lses.exp().sum(0)
-    ),
-    "what was merged so far must shrink as well when a part is added": wrong(
-        weigh=lambda lses: torch.cat([torch.ones_like(lses[:1]), (lses - lses.logcumsumexp(0)).exp()[1:]])
-    ),
-    "log-sum-exps were added; add their exponentials, and take the logarithm": wrong(total=lambda lses: lses.sum(0)),
-    "the largest log-sum-exp is not that of all": wrong(total=lambda lses: lses.max(0).values),
-    "this is the last part's log-sum-exp": wrong(total=lambda lses: lses[-1]),
-    "this is the sum itself; its logarithm is asked for": wrong(total=lambda lses: lses.exp().sum(0)),
+    "the outputs were averaged; each counts by its sum of exponentials": {
+        "weigh": lambda lses: torch.full_like(lses, 1 / len(lses))
+    },
+    "the outputs were added; each must be shrunk first by its share": {"weigh": torch.ones_like},
+    "the outputs were weighted by lse itself; the weight behind an output is exp(lse)": {
+        "weigh": lambda lses: lses / lses.sum(0)
+    },
+    "out has inf or nan: exp of a large score overflows; take the difference of two lse first": {
+        "weigh": lambda lses: lses.exp() / lses.exp().sum(0)
+    },
+    "what was merged so far must shrink as well when a part is added": {
+        "weigh": lambda lses: torch.cat([torch.ones_like(lses[:1]), (lses - lses.logcumsumexp(0)).exp()[1:]])
+    },
+    "log-sum-exps were added; add their exponentials, and take the logarithm": {"total": lambda lses: lses.sum(0)},
+    "the largest log-sum-exp is not that of all": {"total": lambda lses: lses.max(0).values},
+    "this is the last part's log-sum-exp": {"total": lambda lses: lses[-1]},
+    "this is the sum itself; its logarithm is asked for": {"total": lambda lses: lses.exp().sum(0)},
 }
 check_merge = Exercise(merged, _parts, WRONG_MERGE, several("a pair (out, lse) is asked for", "out", "lse"))
 
@@ -156,25 +152,25 @@ def _pairs(answer, s, query_rank, key_rank):
 
 _WHOLE, _LATE = (0, 2), (1, 2)
 _TRIANGLE = "the lower triangle is of my own keys alone; of other ranks' a tile is a rectangle"
-wrong = partial(partial, _tile)
 _WRONG_TILE = {
-    "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": wrong(
-        later=((0, 0), (0, 0), False)
-    ),
-    "my own keys were seen whole; a query does not see later keys of its own rank": wrong(own=(_WHOLE, _WHOLE, False)),
-    "all was seen; of another rank's keys one half or one half of my queries drops out": wrong(
-        earlier=(_WHOLE, _WHOLE, False), later=(_WHOLE, _WHOLE, False)
-    ),
-    _TRIANGLE: wrong(earlier=(_WHOLE, _WHOLE, True), later=(_WHOLE, _WHOLE, True)),
-    "halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries": wrong(
-        later=(_WHOLE, _LATE, False)
-    ),
-    "this is the earlier rank's late chunk, which lies after both of mine; its early one is seen": wrong(
-        earlier=(_WHOLE, _LATE, False)
-    ),
-    "queries and keys are right, and causal must be False: a triangle is of my own keys alone": wrong(
-        earlier=(_WHOLE, (0, 1), True)
-    ),
+    "nothing is seen, as if tokens were contiguous; a later rank's late chunk lies before mine": {
+        "later": ((0, 0), (0, 0), False)
+    },
+    "my own keys were seen whole; a query does not see later keys of its own rank": {"own": (_WHOLE, _WHOLE, False)},
+    "all was seen; of another rank's keys one half or one half of my queries drops out": {
+        "earlier": (_WHOLE, _WHOLE, False),
+        "later": (_WHOLE, _WHOLE, False),
+    },
+    _TRIANGLE: {"earlier": (_WHOLE, _WHOLE, True), "later": (_WHOLE, _WHOLE, True)},
+    "halves of keys and of queries are mixed up: a later rank's keys are all seen, by my late queries": {
+        "later": (_WHOLE, _LATE, False)
+    },
+    "this is the earlier rank's late chunk, which lies after both of mine; its early one is seen": {
+        "earlier": (_WHOLE, _LATE, False)
+    },
+    "queries and keys are right, and causal must be False: a triangle is of my own keys alone": {
+        "earlier": (_WHOLE, (0, 1), True)
+    },
     ": 1 is seen, 0 is not": Stops(lambda s, query_rank, key_rank: (slice(1, s), slice(0, s), False)),
 }
 _SAYS_TILE = dict.fromkeys((f"pairs of {whose} keys" for whose in ("own", "earlier", "later")), "1 is seen, 0 is not")
@@ -216,10 +212,6 @@ def _sizes(rng):
     return cases
 
 
-def _of_method(answer, method, *sizes):
-    return {f"bytes, {method}": answer(method, *sizes)}
-
-
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
 _WRONG_BYTES = {
     "K heads travel, not N: copies are made where they arrive": _believed("ring", heads="N"),
@@ -241,4 +233,6 @@ _WRONG_BYTES = {
         _believed("ring", numbers_of=lambda size: (size, 0, 0)),
     ],
 }
-check_bytes = Exercise(_bytes, _sizes, _WRONG_BYTES, _of_method)
+check_bytes = Exercise(
+    _bytes, _sizes, _WRONG_BYTES, (lambda answer, method, *sizes: ({f"bytes, {method}": answer(method, *sizes)}))
+)

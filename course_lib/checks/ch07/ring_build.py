@@ -23,20 +23,6 @@ TARGET = 0.95  # share of the ideal work: contiguous tokens reach 2/3 on 2 ranks
 
 
 @dataclass
-class Message:
-    """A message of pass_on: its bytes, and how many tiles were computed before it was started and awaited."""
-
-    sent_bytes: int
-    tiles_at_start: int
-    tiles_at_arrival: int | None = None
-
-    @property
-    def hidden(self) -> bool:
-        """Whether a tile was computed while it was on its way."""
-        return self.tiles_at_arrival is not None and self.tiles_at_arrival > self.tiles_at_start
-
-
-@dataclass
 class Ring:
     """What a rank gets: who it is, how tokens are cut, messages to its neighbour, and the kernel of one tile."""
 
@@ -44,17 +30,18 @@ class Ring:
     size: int
     zigzag: bool
     group: dist.ProcessGroup
-    messages: list[Message] = field(default_factory=list)
+    sent_bytes: int = 0
+    hidden_bytes: int = 0  # of messages during which a tile was computed
     tiles: list[int] = field(default_factory=list)  # pairs of each
 
     def pass_on(self, outgoing: Tensor) -> Callable[[], Tensor]:
         """Start to send to the right and to receive from the left; what it returns waits and gives what came."""
-        message = Message(outgoing.nbytes, len(self.tiles))
-        self.messages.append(message)
+        tiles_at_start, sent_bytes = len(self.tiles), outgoing.nbytes
+        self.sent_bytes += sent_bytes
         arrived = ring_attention.pass_on(outgoing.contiguous(), self.group)
 
         def arrived_and_noted() -> Tensor:
-            message.tiles_at_arrival = len(self.tiles)
+            self.hidden_bytes += sent_bytes * (len(self.tiles) > tiles_at_start)
             return arrived()
 
         return arrived_and_noted
@@ -78,13 +65,13 @@ class Ring:
         self.tiles.append(rows * (rows + 1) // 2 if causal else rows * columns)
 
 
-class MyRing:
-    """The reference; each wrong answer changes one method."""
+class ForwardAlone:
+    """The forward pass of the reference."""
 
-    keeps_its_own = True  # share of its block's gradient: the others' come home after size - 1 ring steps
+    knows_zigzag = True
 
     def part(self, ring: Ring, key_rank: int, s: int) -> tuple[slice, slice, bool] | None:
-        of = tile("zigzag" if ring.zigzag else "contiguous", s, ring.rank, key_rank)
+        of = tile("zigzag" if ring.zigzag and self.knows_zigzag else "contiguous", s, ring.rank, key_rank)
         return of and (of.queries, of.keys, of.causal)
 
     def blocks(self, kv, ring):
@@ -114,6 +101,12 @@ class MyRing:
             out[:, :, rows] = old * out[:, :, rows] + added * new
             lse[:, :, rows] = both
         return out, lse
+
+
+class MyRing(ForwardAlone):
+    """The reference; each wrong answer changes one method."""
+
+    keeps_its_own = True  # share of its block's gradient: the others' come home after size - 1 ring steps
 
     def final(self, rows, q, keys, out, lse):
         return out[:, :, rows], lse[:, :, rows]
@@ -153,33 +146,10 @@ class MergesAtTheEnd(MyRing):
         return merged(found)
 
 
-class OwnBlockAlone(MyRing):
-    def blocks(self, kv, ring):
-        yield ring.rank, kv
-
-    def home(self, own, arrived):
-        return own
-
-
-class ForwardAlone:
-    part, blocks, shares, tiles, forward = MyRing.part, MyRing.blocks, MyRing.shares, MyRing.tiles, MyRing.forward
-
-
 class AddsUnshrunk(MyRing):
     def shares(self, lse, new_lse):
         old, added, both = super().shares(lse, new_lse)
         return torch.ones_like(old), added, both
-
-
-class SharesStayAway(MyRing):
-    def home(self, own, arrived):
-        arrived()
-        return own
-
-
-class EachTilesOwnSum(MyRing):
-    def final(self, rows, q, keys, out, lse):
-        return standard_forward(q[:, :, rows], *keys, False)
 
 
 class SendsAfterwards(MyRing):
@@ -198,18 +168,10 @@ class GoesAroundTwice(MyRing):
         return super().forward(q, *kv, ring)
 
 
-class AlwaysContiguous(MyRing):
-    def part(self, ring, key_rank, s):
-        of = tile("contiguous", s, ring.rank, key_rank)
-        return of and (of.queries, of.keys, of.causal)
-
-
-class WholeTiles(MyRing):
-    """Right, but the kernel computes what the merge then throws away."""
-
-    def forward(self, q, k, v, ring):
-        ring.tile(q, k, v, False)
-        return super().forward(q, k, v, ring)
+def compute_a_whole_tile(mine, q, k, v, ring):
+    """A forward that is right, but the kernel computes what the merge then throws away."""
+    ring.tile(q, k, v, False)
+    return MyRing.forward(mine, q, k, v, ring)
 
 
 WAYS = {"forward": "step 1 (forward)", "backward": "step 2 (backward)"}
@@ -235,7 +197,7 @@ def watch(answer, S, zigzag, seed):
     results = several("forward returns out and lse", "out", "lse")(made.forward, *(x.clone() for x in shards), rings[0])
     if "error" in results:
         return results
-    _tell(seen, "forward", zigzag, results, sum(m.sent_bytes for m in rings[0].messages) / blocks)
+    _tell(seen, "forward", zigzag, results, rings[0].sent_bytes / blocks)
     has_backward = seen[f"{WAYS['forward']} is right; {WAYS['backward']}"] = hasattr(made, "backward")
     if not has_backward:
         return seen
@@ -243,9 +205,9 @@ def watch(answer, S, zigzag, seed):
     grads = several("backward returns dq, dk and dv", "dq", "dk", "dv")(made.backward, *given, rings[1])
     if "error" in grads:
         return seen | grads
-    _tell(seen, "backward", zigzag, grads, sum(m.sent_bytes for m in rings[1].messages) / blocks)
+    _tell(seen, "backward", zigzag, grads, rings[1].sent_bytes / blocks)
     for way, ring, most in zip(WAYS, rings, (0, 1), strict=True):
-        exposed = sum(m.sent_bytes for m in ring.messages if not m.hidden) / blocks
+        exposed = (ring.sent_bytes - ring.hidden_bytes) / blocks
         if zigzag or rank == size - 1:  # in order, the last rank alone computes at every step
             seen[OVERLAP.format(way, ", zig-zag" if zigzag else "")] = Cost(exposed, most - exposed)
         if zigzag:
@@ -278,14 +240,17 @@ SAYS = {"out": _SEES, "lse": _SEES, "dq": _FINAL, "dk": HOME, "dv": HOME}
 SAYS |= {"blocks sent forward": ENOUGH, "blocks sent backward": ENOUGH}
 WRONG = {
     "there is no method backward yet": ForwardAlone,
-    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": OwnBlockAlone,
+    "no rank passed a block on, so each saw its own keys alone; call ring.pass_on": {
+        "blocks": lambda self, kv, ring: [(ring.rank, kv)],
+        "home": lambda self, own, arrived: own,
+    },
     "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
-    _FINAL: EachTilesOwnSum,
-    HOME: SharesStayAway,
+    _FINAL: {"final": lambda self, rows, q, keys, out, lse: standard_forward(q[:, :, rows], *keys, False)},
+    HOME: {"home": lambda self, own, arrived: (arrived(), own)[1]},
     ENOUGH: GoesAroundTwice,
     EARLY: SendsAfterwards,
-    _SEES: AlwaysContiguous,
-    _HALVES: WholeTiles,
+    _SEES: {"knows_zigzag": False},
+    _HALVES: {"forward": compute_a_whole_tile},
 }
 SAYS = (
     {f"{step}: {what}": why for step in (*WAYS.values(), _ZIGZAG) for what, why in SAYS.items()}

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import but, fresh_seed, numbers
 from course_lib.checks.table import Exercise
 from course_lib.compare.trials import CONFIG
 from course_lib.minimal.one_f_one_b import Neighbours
@@ -51,21 +51,20 @@ class AfabRank(Neighbours):
         return self.loss
 
 
-def _popping(place_of, factor=1) -> type:
-    """Return the program in which rank r of p takes micro-batch place_of(r, p - 1) of those that wait."""
+class _Pops(AfabRank):
+    """Takes the micro-batch at a place of those that wait, and the loss so many times."""
 
-    class Popping(AfabRank):
-        def backward(self):
-            x, out = self.waiting.pop(place_of(self.rank, self.last))
-            if self.rank == self.last:
-                self.start()
-                (out * factor).backward()
-            else:
-                out.backward(self.receive(self.rank + 1))
-            if self.rank > 0:
-                self.send(x.grad, self.rank - 1)
+    place, factor = lambda self: 0, 1
 
-    return Popping
+    def backward(self):
+        x, out = self.waiting.pop(self.place())
+        if self.rank == self.last:
+            self.start()
+            (out * self.factor).backward()
+        else:
+            out.backward(self.receive(self.rank + 1))
+        if self.rank > 0:
+            self.send(x.grad, self.rank - 1)
 
 
 def _watch(answer, count, seed):
@@ -80,19 +79,19 @@ def _watch(answer, count, seed):
 WRONG = {
     "the last rank is right, and all others have gradients of the right size and another direction": [
         AfabRank,
-        _popping(lambda rank, last: 0 if rank == last else -1),
+        {"place": lambda self: 0 if self.rank == self.last else -1},
     ],
-    "two ranks are right: the last one and the one before it": _popping(
-        lambda rank, last: -1 if rank < last - 1 else 0
-    ),
-    "gradients are too long by the number of micro-batches": _popping(lambda rank, last: 0, 3),
+    "two ranks are right: the last one and the one before it": {
+        "place": lambda self: -1 if self.rank < self.last - 1 else 0
+    },
+    "gradients are too long by the number of micro-batches": {"factor": 3},
 }
 check_afab = Exercise(
-    _popping(lambda rank, last: 0),
+    _Pops,
     lambda rng: [(4, 3, fresh_seed(rng))],
     WRONG,
     _watch,
-    right=_popping(lambda rank, last: -1),
+    right=but(_Pops, place=lambda self: -1),
     ranks=True,
     backend="gloo",
 )

@@ -40,30 +40,18 @@ class Recomputing(InOrder):
         self.stage.forward = lambda x: checkpoint(whole, x, use_reentrant=False)
 
 
-class SumOfLosses(InOrder):
-    def F(self, i):
-        super().F(i)
-        x, out = self.in_flight[i]
-        self.in_flight[i] = x, out * (len(self.micro_batches) if self.rank == self.last else 1)
+def sum_the_losses(worker, i):
+    """F whose loss is not divided by the number of micro-batches."""
+    InOrder.F(worker, i)
+    x, out = worker.in_flight[i]
+    worker.in_flight[i] = x, out * (len(worker.micro_batches) if worker.rank == worker.last else 1)
 
 
-class AllForwards(InOrder):
-    lists = staticmethod(afab)
-
-
-class OneByOne(InOrder):
-    lists = staticmethod(naive)
-
-
-class OneMoreInWarmUp(InOrder):
-    lists = staticmethod(lambda p, m: limited(p, m, p, lambda p, rank, most: p - rank))
-
-
-class NewestFirst(InOrder):
-    def B(self, i):
-        newest = max(self.in_flight)
-        self.in_flight[i], self.in_flight[newest] = self.in_flight[newest], self.in_flight[i]
-        super().B(i)
+def newest_first(worker, i):
+    """B with the activations of another micro-batch."""
+    newest, kept = max(worker.in_flight), worker.in_flight
+    kept[i], kept[newest] = kept[newest], kept[i]
+    InOrder.B(worker, i)
 
 
 class HeadLeftOut(InOrder):
@@ -76,41 +64,25 @@ class HeadLeftOut(InOrder):
         self.stage.forward = lambda x: head(forward(x))
 
 
-class SendsTwice(InOrder):
-    def send(self, x_BSD, dst):
-        super().send(x_BSD, dst)
-        super().send(x_BSD, dst)
-
-    def receive(self, src):
-        super().receive(src)
-        return super().receive(src)
+def twice(method):
+    """Return the method that does its work twice."""
+    return lambda worker, *given: (method(worker, *given), method(worker, *given))[1]
 
 
-class ReceivesInFloat32(InOrder):
+def receive_in_float32(worker, src):
     """The default dtype, whatever the model's is."""
-
-    def receive(self, src):
-        if src not in range(self.last + 1):
-            return self.start()
-        x_BSD = torch.empty(*self.micro_batches[0][0].shape, self.stage.config.d_model)
-        self.start(dist.P2POp(dist.irecv, x_BSD, src))
-        self.works.pop()[0].wait()
-        return x_BSD
+    if src not in range(worker.last + 1):
+        return worker.start()
+    x_BSD = torch.empty(*worker.micro_batches[0][0].shape, worker.stage.config.d_model)
+    worker.start(dist.P2POp(dist.irecv, x_BSD, src))
+    worker.works.pop()[0].wait()
+    return x_BSD
 
 
-class StartsAlone(InOrder):
+def start_alone(worker, *receive):
     """Each send and each receive in a call of its own: isend, then recv."""
-
-    def start(self, *receive):
-        messages, self.to_send = [*self.to_send, *receive], []
-        self.works += [(message.op(message.tensor, message.peer), message) for message in messages]
-
-
-class WaitsForEachSend(InOrder):
-    """dist.send, which returns when the other rank receives."""
-
-    def send(self, x_BSD, dst):
-        dist.send(x_BSD, dst)
+    messages, worker.to_send = [*worker.to_send, *receive], []
+    worker.works += [(message.op(message.tensor, message.peer), message) for message in messages]
 
 
 @cache
@@ -185,15 +157,17 @@ _WAIT = "ranks wait for each other; start each send without waiting for it, toge
 WRONG = {
     "have no gradient on any rank: worker.stage has this rank's blocks under their names in the model, the first the "
     "embedding, the last norm and head": HeadLeftOut,
-    "gradients are too large; the loss is the mean over micro-batches": SumOfLosses,
-    "does each gradient that is received meet the activations of its own micro-batch?": NewestFirst,
-    "these are all forwards before all backwards": AllForwards,
-    "rank i does p - 1 - i forwards in warm-up, not more": OneMoreInWarmUp,
-    "every rank waits for the backward of one micro-batch before it starts the next": OneByOne,
-    "one message a cut each way": SendsTwice,
-    STUCK: StartsAlone,
-    "make the buffer with the shape": Stops(ReceivesInFloat32),
-    "ranks wait for each other": Stops(WaitsForEachSend),
+    "gradients are too large; the loss is the mean over micro-batches": {"F": sum_the_losses},
+    "does each gradient that is received meet the activations of its own micro-batch?": {"B": newest_first},
+    "these are all forwards before all backwards": {"lists": staticmethod(afab)},
+    "rank i does p - 1 - i forwards in warm-up, not more": {
+        "lists": staticmethod(lambda p, m: limited(p, m, p, lambda p, rank, most: p - rank))
+    },
+    "every rank waits for the backward of one micro-batch before it starts the next": {"lists": staticmethod(naive)},
+    "one message a cut each way": {"send": twice(InOrder.send), "receive": twice(InOrder.receive)},
+    STUCK: {"start": start_alone},
+    "make the buffer with the shape": Stops({"receive": receive_in_float32}),
+    "ranks wait for each other": Stops({"send": lambda worker, x_BSD, dst: dist.send(x_BSD, dst)}),
 }
 SAYS = {
     "parameters without a gradient": "worker.stage has this rank's blocks under their names in the model",

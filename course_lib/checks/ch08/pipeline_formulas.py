@@ -1,6 +1,5 @@
 """Graders of chapter 08, exercises 1, 2 and 4: both shares of a bubble, layers kept, layers for each stage."""
 
-from functools import partial
 from itertools import combinations
 
 from course_lib.checks.table import Exercise, Stops, pairs
@@ -66,29 +65,28 @@ def _ranks_of_schedules(rng):
     return cases
 
 
-wrong = partial(partial, layers_kept)
 WRONG_KEPT = {
-    "one micro-batch at a time is in flight": wrong(
-        in_flight=lambda name, p, m, i: _in_flight(name.replace("naive", "1f1b"), p, m, i)
-    ),
-    "that is the other way round: the first rank runs furthest ahead": wrong(
-        in_flight=lambda name, p, m, i: _in_flight(name, p, m, p - 1 - i)
-    ),
-    "the micro-batch that a rank works on is kept too": wrong(
-        in_flight=lambda name, p, m, i: min(m, p - 1 - i) if name == "1f1b" else _in_flight(name, p, m, i)
-    ),
+    "one micro-batch at a time is in flight": {
+        "in_flight": lambda name, p, m, i: _in_flight(name.replace("naive", "1f1b"), p, m, i)
+    },
+    "that is the other way round: the first rank runs furthest ahead": {
+        "in_flight": lambda name, p, m, i: _in_flight(name, p, m, p - 1 - i)
+    },
+    "the micro-batch that a rank works on is kept too": {
+        "in_flight": lambda name, p, m, i: min(m, p - 1 - i) if name == "1f1b" else _in_flight(name, p, m, i)
+    },
     "these are micro-batches; each is of L / p layers": lambda name, L, p, m, i: _in_flight(name, p, m, i),
     "a rank has L / p layers, not all of them": lambda name, L, p, m, i: _in_flight(name, p, m, i) * L,
-    "that is AFAB, which does no backward before the last forward": wrong(
-        in_flight=lambda name, p, m, i: 1 if name == "naive" else m
-    ),
-    "that is rank 0; i runs p - 1 - i forwards ahead": wrong(in_flight=lambda name, p, m, i: _in_flight(name, p, m, 0)),
-    "there are only m micro-batches": wrong(
-        in_flight=lambda name, p, m, i: p - i if name == "1f1b" else _in_flight(name, p, m, i)
-    ),
-    "that is one micro-batch; several are in flight at once, so activations are not divided by p": wrong(
-        in_flight=lambda name, p, m, i: 1
-    ),
+    "that is AFAB, which does no backward before the last forward": {
+        "in_flight": lambda name, p, m, i: 1 if name == "naive" else m
+    },
+    "that is rank 0; i runs p - 1 - i forwards ahead": {"in_flight": lambda name, p, m, i: _in_flight(name, p, m, 0)},
+    "there are only m micro-batches": {
+        "in_flight": lambda name, p, m, i: p - i if name == "1f1b" else _in_flight(name, p, m, i)
+    },
+    "that is one micro-batch; several are in flight at once, so activations are not divided by p": {
+        "in_flight": lambda name, p, m, i: 1
+    },
 }
 check_layers_kept = Exercise(layers_kept, _ranks_of_schedules, WRONG_KEPT)
 

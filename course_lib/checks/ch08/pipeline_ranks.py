@@ -14,65 +14,36 @@ from course_lib.checks.watch import Cost, agree
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves
-def split(zeros="of y", keep=lambda h, y, grad, dz: (h, dz), product=None, back=False):
+class Split:
     """Both halves. A mistake has zeros of h or none, keeps other tensors, or makes other products of the two kept."""
 
-    class Split:
-        @staticmethod
-        def input_half(x, linears, grad):
-            inputs, outputs = [], []
-            for W in linears:
-                inputs.append(x)
-                x = torch.relu(x @ W.T)
-                outputs.append(x)
-            kept = []
-            for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
-                dz = grad * (y > 0) if zeros == "of y" else grad
-                kept.append(keep(h, y, grad, dz))
-                grad = (dz @ W) * (h > 0) if zeros == "of h" else dz @ W
-            return grad, kept if back else kept[::-1]
+    zeros, back = "of y", False
+    keep, product = lambda h, y, grad, dz: (h, dz), lambda h, dz: dz.T @ h
 
-        @staticmethod
-        def weight_half(kept):
-            return [product(*pair) if product else pair[1].T @ pair[0] for pair in kept]
-
-    return Split
-
-
-class KeepsTwoLists:
-    """The first half keeps a pair of lists, and fills one from the end."""
-
-    @staticmethod
-    def input_half(x, linears, grad):
-        hidden = [x]
+    @classmethod
+    def input_half(cls, x, linears, grad):
+        hidden, kept = [x], []
         for W in linears:
-            hidden.append(torch.nn.functional.relu(torch.nn.functional.linear(hidden[-1], W)))
-        grads = []
-        for W, y in zip(linears[::-1], hidden[:0:-1], strict=True):
-            grads.insert(0, grad * (y > 0))
-            grad = torch.matmul(grads[0], W)
-        return grad, (hidden[:-1], grads)
+            hidden.append(torch.relu(hidden[-1] @ W.T))
+        for W, h, y in zip(linears[::-1], hidden[-2::-1], hidden[:0:-1], strict=True):
+            dz = grad * (y > 0) if cls.zeros == "of y" else grad
+            kept.append(cls.keep(h, y, grad, dz))
+            grad = (dz @ W) * (h > 0) if cls.zeros == "of h" else dz @ W
+        return grad, kept if cls.back else kept[::-1]
 
-    @staticmethod
-    def weight_half(kept):
-        return tuple(torch.matmul(dz.T, h) for h, dz in zip(*kept, strict=True))
+    @classmethod
+    def weight_half(cls, kept):
+        return [cls.product(*pair) for pair in kept]
 
 
-class ByAutograd:
+def by_autograd(x, linears, grad):
     """Both halves at once."""
-
-    @staticmethod
-    def input_half(x, linears, grad):
-        x.requires_grad_()
-        h = x
-        for W in linears:
-            h = torch.relu(h @ W.T)
-        h.backward(grad)
-        return x.grad, linears
-
-    @staticmethod
-    def weight_half(kept):
-        return [W.grad for W in kept]
+    x.requires_grad_()
+    h = x
+    for W in linears:
+        h = torch.relu(h @ W.T)
+    h.backward(grad)
+    return x.grad, linears
 
 
 def stages(rng):
@@ -124,18 +95,21 @@ def _tensors(kept):
 
 EARLY = "input_half: it has computed the gradient of a weight already; nothing is delayed then"
 WRONG = {
-    "relu passes no gradient where it gave 0": split(zeros=""),
-    "relu's zeros are those of its output; these are of the input of the linear before it": split(zeros="of h"),
-    "weight_half: gradients come in the order of backward; return them in the order of the weights": split(back=True),
-    "this is its transpose; a gradient has the shape of its weight": split(product=lambda h, dz: h.T @ dz),
-    "it has dy where dz belongs: relu's zeros are missing": split(keep=lambda h, y, grad, dz: (h, grad)),
-    "averaged over tokens; it is their sum": split(product=lambda h, dz: dz.T @ h / len(h)),
-    "it has the output of its linear where the input belongs": split(keep=lambda h, y, grad, dz: (y, dz)),
-    EARLY: split(keep=lambda h, y, grad, dz: (dz.T @ h,), product=lambda product: product),
-    "autograd does both halves at once": Stops(ByAutograd),
+    "relu passes no gradient where it gave 0": {"zeros": ""},
+    "relu's zeros are those of its output; these are of the input of the linear before it": {"zeros": "of h"},
+    "weight_half: gradients come in the order of backward; return them in the order of the weights": {"back": True},
+    "this is its transpose; a gradient has the shape of its weight": {"product": lambda h, dz: h.T @ dz},
+    "it has dy where dz belongs: relu's zeros are missing": {"keep": lambda h, y, grad, dz: (h, grad)},
+    "averaged over tokens; it is their sum": {"product": lambda h, dz: dz.T @ h / len(h)},
+    "it has the output of its linear where the input belongs": {"keep": lambda h, y, grad, dz: (y, dz)},
+    EARLY: {
+        "keep": lambda h, y, grad, dz: (dz.T @ h,),
+        "product": lambda product: product,
+    },
+    "autograd does both halves at once": Stops({"input_half": by_autograd}),
 }
 SAYS = {"gradients of weights that input_half has computed": EARLY}
-check_split_backward = Exercise(split(), stages, WRONG, _watch_split, SAYS, right=KeepsTwoLists)
+check_split_backward = Exercise(Split, stages, WRONG, _watch_split, SAYS)
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours
@@ -176,46 +150,30 @@ def _exchange_even_ranks_first(down, up):
     return before, behind
 
 
-def _one_by_one(order):
-    """Each message in a call of its own; those that are no lone receives are blocking if the order says so."""
-
-    def start(messages):
-        kinds = {
-            "send": [m for m in messages if m.op is dist.isend],
-            "recv": [m for m in messages if m.op is dist.irecv],
-        }
-        works = []
-        for kind in order.split():
-            for message in kinds[kind.removesuffix(",blocking")]:
-                works.append(message.op(message.tensor, message.peer))
+def _one_by_one(messages, order):
+    """Each message in a call of its own; those of a kind block if the order says so."""
+    works = []
+    for kind in order.split():
+        op = dist.isend if kind.startswith("send") else dist.irecv
+        for message in messages:
+            if message.op is op:
+                works.append(op(message.tensor, message.peer))
                 if kind.endswith(",blocking"):
                     works.pop().wait()
-        return works
-
-    return start
+    return works
 
 
-def _along_the_chain(down, up):
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
-    if rank > 0:
-        dist.recv(before, rank - 1)
-    if rank < last:
-        dist.send(down, rank + 1)
-        dist.recv(behind, rank + 1)
-    if rank > 0:
-        dist.send(up, rank - 1)
-    return before, behind
+def _along_the_chain(messages):
+    """Blocking: what goes down before what goes up, and a rank receives before it sends on."""
+    rank = dist.get_rank()
+    for m in sorted(messages, key=lambda m: ((m.peer > rank) == (m.op is dist.irecv), m.op is dist.isend)):
+        m.op(m.tensor, m.peer).wait()
+    return []
 
 
-wrong = partial(partial, exchange)
 DOWN, UP = 0, 1
 LATE = "{} came, and the rest is whatever stood in the buffer; wait for the receive"
 _ENDS = "there is no such rank; return None (the chain is no ring)"
-
-
-def _inputs_exchange(rng):
-    return [(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))]
 
 
 def _watch_exchange(answer, seed):
@@ -248,19 +206,19 @@ def _message(rank: int, way: int, seed: int) -> Tensor:
 
 
 _WRONG_EXCHANGE = {
-    LATE.format("no number"): wrong(arrived=0.0),
-    LATE.format("a part"): wrong(arrived=0.5),
-    _ENDS: wrong(swapped=True),
-    STUCK: [wrong(start=_one_by_one(order)) for order in ("send recv,blocking", "recv send")],
-    "messages go one after the other along the chain; start all before you wait for any": _along_the_chain,
-    "wait for each other": Stops(wrong(start=_one_by_one("send,blocking recv,blocking"))),
+    LATE.format("no number"): {"arrived": 0.0},
+    LATE.format("a part"): {"arrived": 0.5},
+    _ENDS: {"swapped": True},
+    STUCK: [{"start": partial(_one_by_one, order=order)} for order in ("send recv,blocking", "recv send")],
+    "messages go one after the other along the chain; start all before you wait for any": {"start": _along_the_chain},
+    "wait for each other": Stops({"start": partial(_one_by_one, order="send,blocking recv,blocking")}),
     "return two things": Stops(lambda down, up: list(exchange(down, up))),
 }
 _BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody has reached"
 SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": _BLOCKED}
 check_exchange = Exercise(
     exchange,
-    _inputs_exchange,
+    (lambda rng: ([(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))])),
     _WRONG_EXCHANGE,
     _watch_exchange,
     SAYS_EXCHANGE,

@@ -1,6 +1,5 @@
 """Graders of chapter 08, exercises 3 and 8: 1F1B with a limit of memory, and a schedule that waits less."""
 
-from functools import partial
 from itertools import pairwise
 
 from course_lib.checks.table import Exercise, Stops
@@ -56,19 +55,18 @@ def _watch_limited(answer, p, m, most):
     }
 
 
-wrong = partial(partial, limited)
 _WRONG_LIMITED = {
-    "this is 1F1B without the limit": wrong(ahead_of=lambda p, rank, most: p - 1 - rank),
+    "this is 1F1B without the limit": {"ahead_of": lambda p, rank, most: p - 1 - rank},
     "these are all forwards before all backwards": lambda p, m, most: lists_of("afab", p, m),
-    "after warm-up a forward comes before the first backward, and counts too": wrong(
-        ahead_of=lambda p, rank, most: min(p - 1 - rank, most)
-    ),
-    "rank i never needs more than p - i micro-batches": wrong(ahead_of=lambda p, rank, most: most - 1),
+    "after warm-up a forward comes before the first backward, and counts too": {
+        "ahead_of": lambda p, rank, most: min(p - 1 - rank, most)
+    },
+    "rank i never needs more than p - i micro-batches": {"ahead_of": lambda p, rank, most: most - 1},
     "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: lists_of(
         "naive", p, m
     ),
     "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: lists_of("zb_h1", p, m),
-    "deadlock": Stops(wrong(ahead_of=lambda p, rank, most: min(rank, most - 1))),
+    "deadlock": Stops({"ahead_of": lambda p, rank, most: min(rank, most - 1)}),
     "is missing, the backward": Stops(lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)]),
 }
 _SAYS_LIMITED = {
@@ -80,10 +78,6 @@ check_limited = Exercise(limited, limits, _WRONG_LIMITED, _watch_limited, _SAYS_
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
-def shorter(p, m):
-    return lists_of("zb_h1", p, m)
-
-
 def _whole_backwards_on_rank_0(p, m):
     """Rank 0 puts nothing off: its backward may stay whole."""
     rows = lists_of("zb_h1", p, m)
@@ -126,7 +120,7 @@ _SAYS_SHORTER = {
     "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"
 }
 check_shorter = Exercise(
-    shorter,
+    (lambda p, m: lists_of("zb_h1", p, m)),
     lambda rng: [(p, p + rng.randrange(5)) for p in (rng.choice([2, 3]), rng.choice([4, 5]))],
     _WRONG_SHORTER,
     _watch_shorter,

@@ -33,15 +33,15 @@ class DrawnMoE(ExpertParallelMoE):
         return nn.Sequential(up, nn.SiLU(), down)
 
 
-def _seeding(seed_of) -> type:
-    """Return the program that seeds before it draws an expert: seed_of(its seed, expert, rank)."""
+class _Seeds(DrawnMoE):
+    """Seeds before it draws an expert."""
 
-    class Seeding(DrawnMoE):
-        def draw(self, number):
-            torch.manual_seed(seed_of(self.seed, number, self.group.rank()))
-            return super().draw(number)
+    def seed_of(self, number):
+        return 1000 * self.seed + number
 
-    return Seeding
+    def draw(self, number):
+        torch.manual_seed(self.seed_of(number))
+        return super().draw(number)
 
 
 class _SeedsRanks(DrawnMoE):
@@ -79,15 +79,10 @@ def _watch(answer, seed):
 
 
 WRONG = {
-    "several experts begin with the same weights": [DrawnMoE, _seeding(lambda seed, number, rank: seed)],
+    "several experts begin with the same weights": [DrawnMoE, {"seed_of": lambda self, number: self.seed}],
     "ranks have different routers": _SeedsRanks,
-    "another seed draws the same experts": _seeding(lambda seed, number, rank: number),
+    "another seed draws the same experts": {"seed_of": lambda self, number: number},
 }
 check_drawn = Exercise(
-    _seeding(lambda seed, number, rank: 1000 * seed + number),
-    lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))],
-    WRONG,
-    _watch,
-    right=_SendsRank0sRouter,
-    ranks=True,
+    _Seeds, lambda rng: [(rng.choice([2, 4]), fresh_seed(rng))], WRONG, _watch, right=_SendsRank0sRouter, ranks=True
 )

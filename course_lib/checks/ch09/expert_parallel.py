@@ -1,8 +1,5 @@
 """Graders of chapter 09, exercises 4 and 5: bytes of a layer, whose gradients are summed over whom."""
 
-from functools import partial
-
-import torch
 import torch.distributed as dist
 
 from course_lib.checks.core import fresh_seed, numbers
@@ -36,28 +33,27 @@ def _tables_of_rows(rng):
     return cases
 
 
-wrong = partial(partial, sent_bytes)
 WRONG_SENT = {
-    "what stays on the rank is not sent": wrong(home=True),
-    "combine returns the rows that came from others, not those that I sent": wrong(
-        total=lambda out, back, narrow, wide: 2 * out * (narrow + 2 * wide)
-    ),
-    "forward runs twice: before its backward the block dispatches and combines once more": wrong(
-        total=lambda out, back, narrow, wide: out * narrow + back * wide + (out + back) * wide
-    ),
-    "this is forward, twice; gradients travel too": wrong(
-        total=lambda out, back, narrow, wide: 2 * (out * narrow + back * wide)
-    ),
-    "only rows in dispatch are narrow; results and gradients have wide_bytes": wrong(
-        total=lambda out, back, narrow, wide: 3 * (out + back) * narrow
-    ),
-    "in dispatch an element has narrow_bytes": wrong(total=lambda out, back, narrow, wide: 3 * (out + back) * wide),
-    "the gradients of dispatched rows are wide": wrong(
-        total=lambda out, back, narrow, wide: 2 * out * narrow + 2 * back * wide + out * wide + back * narrow
-    ),
-    "received rows are counted as well; return what this rank sends": wrong(
-        total=lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
-    ),
+    "what stays on the rank is not sent": {"home": True},
+    "combine returns the rows that came from others, not those that I sent": {
+        "total": lambda out, back, narrow, wide: 2 * out * (narrow + 2 * wide)
+    },
+    "forward runs twice: before its backward the block dispatches and combines once more": {
+        "total": lambda out, back, narrow, wide: out * narrow + back * wide + (out + back) * wide
+    },
+    "this is forward, twice; gradients travel too": {
+        "total": lambda out, back, narrow, wide: 2 * (out * narrow + back * wide)
+    },
+    "only rows in dispatch are narrow; results and gradients have wide_bytes": {
+        "total": lambda out, back, narrow, wide: 3 * (out + back) * narrow
+    },
+    "in dispatch an element has narrow_bytes": {"total": lambda out, back, narrow, wide: 3 * (out + back) * wide},
+    "the gradients of dispatched rows are wide": {
+        "total": lambda out, back, narrow, wide: 2 * out * narrow + 2 * back * wide + out * wide + back * narrow
+    },
+    "received rows are counted as well; return what this rank sends": {
+        "total": lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
+    },
 }
 check_sent_bytes = Exercise(sent_bytes, _tables_of_rows, WRONG_SENT)
 
@@ -73,15 +69,6 @@ def sum_gradients(expert_grads, other_grads, ep_group, expert_dp_group, dp_group
             grad /= divisor
 
 
-def _sums_by_gathering(expert_grads, other_grads, ep_group, expert_dp_group, dp_group):
-    """Everybody's gradients are gathered and added up here; experts' means are of ep losses at once."""
-    for grads, group, losses in ((expert_grads, expert_dp_group, ep_group.size()), (other_grads, dp_group, 1)):
-        for grad in grads:
-            everyone = [torch.empty_like(grad) for _ in range(group.size())]
-            dist.all_gather(everyone, grad, group=group)
-            grad.copy_(torch.stack(everyone).mean(0) / losses)
-
-
 def gradients(rng):
     return [(DP, fresh_seed(rng), rng.randrange(3, 9))]
 
@@ -93,19 +80,16 @@ def _watch_gradients(answer, seed, size):
     return {"an expert's gradient": one, "the gradient of the rest": two}
 
 
-wrong = partial(partial, sum_gradients)
 WRONG_SUMS = {
-    "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": wrong(
-        experts=("expert_dp", DP // EP)
-    ),
-    "summed over all ranks, those with other experts too": wrong(experts=("dp", DP)),
-    "summed over the ranks that exchange tokens; those have other experts": wrong(experts=("ep", DP)),
-    "not summed: the same expert on another rank saw other tokens": wrong(experts=("", DP)),
-    "not divided: each rank's loss is a mean over its own tokens, and there are dp": wrong(experts=("expert_dp", 1)),
-    "not divided by the number of ranks": wrong(rest=("dp", 1)),
-    "the rest is on all ranks, not only on those with the same experts": wrong(rest=("expert_dp", DP)),
-    "a mean over the ranks with the same experts; the rest is on all ranks": wrong(rest=("expert_dp", DP // EP)),
+    "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": {
+        "experts": ("expert_dp", DP // EP)
+    },
+    "summed over all ranks, those with other experts too": {"experts": ("dp", DP)},
+    "summed over the ranks that exchange tokens; those have other experts": {"experts": ("ep", DP)},
+    "not summed: the same expert on another rank saw other tokens": {"experts": ("", DP)},
+    "not divided: each rank's loss is a mean over its own tokens, and there are dp": {"experts": ("expert_dp", 1)},
+    "not divided by the number of ranks": {"rest": ("dp", 1)},
+    "the rest is on all ranks, not only on those with the same experts": {"rest": ("expert_dp", DP)},
+    "a mean over the ranks with the same experts; the rest is on all ranks": {"rest": ("expert_dp", DP // EP)},
 }
-check_sum_gradients = Exercise(
-    sum_gradients, gradients, WRONG_SUMS, _watch_gradients, right=_sums_by_gathering, ranks=True
-)
+check_sum_gradients = Exercise(sum_gradients, gradients, WRONG_SUMS, _watch_gradients, ranks=True)

@@ -1,13 +1,12 @@
 """Graders of chapter 09, exercises 1 to 3: a router, a balancing step, what a capacity drops."""
 
 import math
-from functools import partial
 from itertools import combinations
 
 import torch
 
 from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks.table import Exercise, pairs
 from course_lib.checks.watch import agree, result, several
 from course_lib.model import moe
 
@@ -39,28 +38,27 @@ def _always(score):
     return lambda logits_TE, top_k, _, bias_E: route(logits_TE, top_k, score, bias_E)
 
 
-wrong = partial(partial, route)
 _WRONG_ROUTE = {
-    "the bias is missing: it is added to the scores for the choice": wrong(
-        choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
-    ),
-    "the bias is added to the scores, not to the logits": wrong(
-        choose=lambda logits_TE, score, bias_E: moe.scores(logits_TE + bias_E, score)
-    ),
+    "the bias is missing: it is added to the scores for the choice": {
+        "choose": lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
+    },
+    "the bias is added to the scores, not to the logits": {
+        "choose": lambda logits_TE, score, bias_E: moe.scores(logits_TE + bias_E, score)
+    },
     "scores are a sigmoid of each logit by itself here": _always("softmax"),
     "scores are one softmax over the experts here": _always("sigmoid"),
-    "the bias chooses, it does not weigh": wrong(
-        weigh=lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
-    ),
-    "these do not add up to 1: divide by the sum of the chosen scores": wrong(
-        weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk
-    ),
-    "a softmax of scores; the scores themselves are divided by their sum": wrong(
-        weigh=lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)
-    ),
-    "a softmax of the chosen logits; with sigmoids that is not scores divided by their sum": wrong(
-        weigh=lambda logits_Tk, score_Tk, bias_Tk: logits_Tk.softmax(-1)
-    ),
+    "the bias chooses, it does not weigh": {
+        "weigh": lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
+    },
+    "these do not add up to 1: divide by the sum of the chosen scores": {
+        "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk
+    },
+    "a softmax of scores; the scores themselves are divided by their sum": {
+        "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)
+    },
+    "a softmax of the chosen logits; with sigmoids that is not scores divided by their sum": {
+        "weigh": lambda logits_Tk, score_Tk, bias_Tk: logits_Tk.softmax(-1)
+    },
 }
 check_route = Exercise(
     route, logits, _WRONG_ROUTE, several("return expert_Tk, weight_Tk", "expert_Tk, best first", "weight_Tk")
@@ -95,13 +93,12 @@ def loads(rng):
     return cases
 
 
-wrong = partial(partial, _bias_step)
 WRONG_STEP = {
-    "the wrong way: an overloaded expert must be chosen less": wrong(step=lambda below_E, _: -below_E.sign()),
-    "every step has the same size, however far the load is from the mean": wrong(step=lambda below_E, _: below_E),
-    "in proportion to the relative load; only its direction counts": wrong(step=lambda below_E, mean: below_E / mean),
-    "an expert at the mean stays where it is": wrong(step=lambda below_E, _: (below_E >= 0).double() * 2 - 1),
-    "an expert at the mean stays; it went down": wrong(step=lambda below_E, _: (below_E > 0).double() * 2 - 1),
+    "the wrong way: an overloaded expert must be chosen less": {"step": lambda below_E, _: -below_E.sign()},
+    "every step has the same size, however far the load is from the mean": {"step": lambda below_E, _: below_E},
+    "in proportion to the relative load; only its direction counts": {"step": lambda below_E, mean: below_E / mean},
+    "an expert at the mean stays where it is": {"step": lambda below_E, _: (below_E >= 0).double() * 2 - 1},
+    "an expert at the mean stays; it went down": {"step": lambda below_E, _: (below_E > 0).double() * 2 - 1},
     "the new bias starts from the old one": lambda bias_E, load_E, speed: _bias_step(0 * bias_E, load_E, speed),
     "away from the median; a fair share is the mean": lambda bias_E, load_E, speed: (
         bias_E + speed * (load_E.median() - load_E).sign()
@@ -128,7 +125,7 @@ def choices(rng):
     """A capacity that is rounded up from less than a half, one that is whole, and any other; no two answers agree."""
     while True:
         cases = [_drawn_choice(rng, *ends) for ends in ((0.01, 0.49), (0.0, 0.0), (0.01, 0.99))]
-        given = [[answer(*case) for case in cases] for answer in (keep, *_WRONG_KEEP.values())]
+        given = [[answer(*case) for case in cases] for answer in (keep, *dict(pairs(check_keep.wrong)).values())]
         if not any(agree(*pair) for pair in combinations(given, 2)):
             return cases
 
@@ -145,20 +142,19 @@ def _drawn_choice(rng, least, most):
 
 K, ORDER = "k is missing in the capacity", "first choices go before second ones"
 FORMULA = "; assignments count, k for each token: factor * k * T / E"
-wrong = partial(partial, keep)
 _WRONG_KEEP = {
-    f"only {K}{FORMULA}": wrong(k=1),
-    f"{K}, and its rounding goes up{FORMULA}": wrong(k=1, room=math.floor),
-    f"{K}, and {ORDER}{FORMULA}": wrong(k=1, by_token=True),
-    f"{K}, its rounding goes up, and {ORDER}{FORMULA}": wrong(k=1, room=math.floor, by_token=True),
-    "each expert takes one too many": wrong(room=lambda share: math.ceil(share) + 1),
-    "the capacity is a whole number here, and stays what it is when rounded up": wrong(
-        room=lambda share: math.floor(share) + 1
-    ),
-    "token by token; all first assignments come before any second one": wrong(by_token=True),
+    f"only {K}{FORMULA}": {"k": 1},
+    f"{K}, and its rounding goes up{FORMULA}": {"k": 1, "room": math.floor},
+    f"{K}, and {ORDER}{FORMULA}": {"k": 1, "by_token": True},
+    f"{K}, its rounding goes up, and {ORDER}{FORMULA}": {"k": 1, "room": math.floor, "by_token": True},
+    "each expert takes one too many": {"room": lambda share: math.ceil(share) + 1},
+    "the capacity is a whole number here, and stays what it is when rounded up": {
+        "room": lambda share: math.floor(share) + 1
+    },
+    "token by token; all first assignments come before any second one": {"by_token": True},
     "a token that loses one assignment keeps its others": lambda expert_Tk, num_experts, factor: (
         keep(expert_Tk, num_experts, factor) & keep(expert_Tk, num_experts, factor).all(1, keepdim=True)
     ),
-    "the capacity is rounded up": wrong(room=math.floor),
+    "the capacity is rounded up": {"room": math.floor},
 }
 check_keep = Exercise(keep, choices, _WRONG_KEEP)

@@ -38,23 +38,16 @@ class DataAndTensor(TensorParallel):
         super().update()
 
 
-def _taking(rows_of, op="mean") -> type:
-    """Return the program with other rows, rows_of(x_BS, rank, dp, tp), and with the mean or the sum over pairs."""
+class _RowsOfMyPair(DataAndTensor):
+    op = "mean"
 
-    class Taking(DataAndTensor):
-        def my_rows(self, x_BS):
-            return rows_of(x_BS, self.rank, self.dp, self.tp)
+    def my_rows(self, x_BS):
+        return x_BS.chunk(self.dp)[self.rank // self.tp]
 
-        def update(self):
-            for param in self.model.parameters():
-                param.grad = comm.all_reduce(param.grad, self.dp_group, op=op)
-            TensorParallel.update(self)
-
-    return Taking
-
-
-def _of_my_pair(x_BS, rank, dp, tp):
-    return x_BS.chunk(dp)[rank // tp]
+    def update(self):
+        for param in self.model.parameters():
+            param.grad = comm.all_reduce(param.grad, self.dp_group, op=self.op)
+        TensorParallel.update(self)
 
 
 def _watch(answer, num_micro_batches):
@@ -74,17 +67,11 @@ def _watch(answer, num_micro_batches):
 WRONG = {
     "the gradient is that of some of the rows alone": [
         DataAndTensor,
-        _taking(lambda x_BS, rank, dp, tp: x_BS.chunk(dp)[0]),
+        {"my_rows": lambda self, x_BS: x_BS.chunk(self.dp)[0]},
     ],
-    "all is right, but every rank computes all rows": _taking(lambda x_BS, rank, dp, tp: x_BS),
-    "gradients are too long by dp": _taking(_of_my_pair, op="sum"),
+    "all is right, but every rank computes all rows": {"my_rows": lambda self, x_BS: x_BS},
+    "gradients are too long by dp": {"op": "sum"},
 }
 check_data_and_tensor = Exercise(
-    _taking(_of_my_pair),
-    lambda rng: [(4, rng.choice([1, 2]))],
-    WRONG,
-    _watch,
-    ranks=True,
-    seconds=20.0,
-    right=_taking(lambda x_BS, rank, dp, tp: x_BS[rank // tp :: dp]),
+    _RowsOfMyPair, lambda rng: [(4, rng.choice([1, 2]))], WRONG, _watch, ranks=True, seconds=20.0
 )

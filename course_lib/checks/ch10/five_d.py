@@ -1,7 +1,5 @@
 """Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
 
-from functools import partial
-
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import several
 from course_lib.layout import Layout
@@ -56,42 +54,39 @@ def _always(outer, inner):
     ]
 
 
-def _with_gaps(mesh, rank, ep, data):
-    return data[data.index(rank) % (len(data) // ep) :: len(data) // ep]
-
-
 def _without_gaps(mesh, rank, ep, data):
     each = len(data) // ep
     first = data.index(rank) // each * each
     return data[first : first + each]
 
 
-wrong = partial(partial, groups)
 _WRONG_GROUPS = {
-    "the first axis is the outermost, the last changes fastest": wrong(order=reversed),
-    "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp": wrong(order=lambda sizes: AXES),
-    "ranks that differ in dp alone; those that differ in cp have the same parameters too": wrong(data="dp"),
+    "the first axis is the outermost, the last changes fastest": {"order": reversed},
+    "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp": {"order": lambda sizes: AXES},
+    "ranks that differ in dp alone; those that differ in cp have the same parameters too": {"data": "dp"},
     "the right ranks, but in rank order they are others: sort them": [
-        wrong(data=_always("dp", "cp")),
-        wrong(data=_always("cp", "dp")),
+        {"data": _always("dp", "cp")},
+        {"data": _always("cp", "dp")},
     ],
-    "those that differ in pp have other layers, and nothing of mine to sum": wrong(data=_same_tp),
-    "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": wrong(ep="expert_dp"),
-    "neighbours in the world; ep is carved out of data": wrong(
-        ep=lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
-    ),
-    "these lie along the inner axis of dp and cp; ep neighbours of data can be fewer or more": wrong(
-        ep=lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
-    ),
-    "every so many ranks of data, not the run of neighbours that I am in": wrong(
-        ep=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
-    ),
-    "ranks with equal gaps between them; ep takes neighbours of data, one after the other": wrong(ep=_with_gaps),
-    "these share the experts among them; expert_dp has the same ones": wrong(expert_dp="ep"),
-    "counted from the number of my run; my place in the run says which experts I have": wrong(
-        expert_dp=lambda mesh, rank, ep, data: data[data.index(rank) // ep :: ep]
-    ),
-    "neighbours in data, as if ep had gaps; neighbours have different experts": wrong(expert_dp=_without_gaps),
+    "those that differ in pp have other layers, and nothing of mine to sum": {"data": _same_tp},
+    "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": {"ep": "expert_dp"},
+    "neighbours in the world; ep is carved out of data": {
+        "ep": lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
+    },
+    "these lie along the inner axis of dp and cp; ep neighbours of data can be fewer or more": {
+        "ep": lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
+    },
+    "every so many ranks of data, not the run of neighbours that I am in": {
+        "ep": lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
+    },
+    "ranks with equal gaps between them; ep takes neighbours of data, one after the other": {
+        "ep": lambda mesh, rank, ep, data: data[data.index(rank) % (len(data) // ep) :: len(data) // ep]
+    },
+    "these share the experts among them; expert_dp has the same ones": {"expert_dp": "ep"},
+    "counted from the number of my run; my place in the run says which experts I have": {
+        "expert_dp": lambda mesh, rank, ep, data: data[data.index(rank) // ep :: ep]
+    },
+    "neighbours in data, as if ep had gaps; neighbours have different experts": {"expert_dp": _without_gaps},
 }
 _groups = several("return a dict, of 'tp', 'data', 'ep' and 'expert_dp'", "tp", "data", "ep", "expert_dp")
 check_groups = Exercise(groups, meshes, _WRONG_GROUPS, _groups)
@@ -128,23 +123,23 @@ def _watch_kinds(answer, rank, tp):
     return seen
 
 
-wrong = partial(partial, _summed_over)
 _WRONG_KINDS = {
-    "dp alone: ranks of cp have the same parameters and saw other tokens": wrong(matrices="dp"),
-    "every rank of the stage: those of other tp ranks hold another part of the matrix": wrong(matrices="data x tp"),
-    "tp alone: the other ranks of data saw other sequences": wrong(norms="tp"),
-    "with sequence parallelism each rank of tp saw only its own tokens": wrong(norms="data"),
-    "data times tp, not data and tp joined: those that differ from me in both have a part too": wrong(
-        norms_with_SP="data or tp"
-    ),
-    "without sequence parallelism each rank of tp has the whole gradient already": wrong(norms="data x tp"),
-    "tp is for sequence parallelism alone: without it, ranks of tp ran all tokens through the norm": wrong(
-        norms="data or tp", norms_with_SP="data x tp"
-    ),
-    "most ranks of data hold other experts": wrong(experts="data"),
-    "these brought their tokens already; the same experts are elsewhere": wrong(experts="ep"),
-    "experts are cut over tp, as matrices are: other ranks of tp hold another part": wrong(experts="expert_dp x tp"),
-    "ranks of other stages have other layers, and no part of this one": wrong(**dict.fromkeys(KINDS, "world")),
+    "dp alone: ranks of cp have the same parameters and saw other tokens": {"matrices": "dp"},
+    "every rank of the stage: those of other tp ranks hold another part of the matrix": {"matrices": "data x tp"},
+    "tp alone: the other ranks of data saw other sequences": {"norms": "tp"},
+    "with sequence parallelism each rank of tp saw only its own tokens": {"norms": "data"},
+    "data times tp, not data and tp joined: those that differ from me in both have a part too": {
+        "norms_with_SP": "data or tp"
+    },
+    "without sequence parallelism each rank of tp has the whole gradient already": {"norms": "data x tp"},
+    "tp is for sequence parallelism alone: without it, ranks of tp ran all tokens through the norm": {
+        "norms": "data or tp",
+        "norms_with_SP": "data x tp",
+    },
+    "most ranks of data hold other experts": {"experts": "data"},
+    "these brought their tokens already; the same experts are elsewhere": {"experts": "ep"},
+    "experts are cut over tp, as matrices are: other ranks of tp hold another part": {"experts": "expert_dp x tp"},
+    "ranks of other stages have other layers, and no part of this one": dict.fromkeys(KINDS, "world"),
     "this rank's own part counts too": lambda kind, rank, layout: {*_summed_over(kind, rank, layout)} - {rank},
 }
 check_summed_over = Exercise(_summed_over, _a_rank_of_layouts, _WRONG_KINDS, _watch_kinds)
@@ -179,23 +174,22 @@ def _numbers(half):
     return answer
 
 
-wrong = partial(partial, sent)
 WRONG_SENT = {
-    "PP sends gradients back as well": wrong(pp=lambda pp, p: pp // 2),
-    "PP: every micro-batch passes every rank, not 1 / p of them": wrong(pp=lambda pp, p: pp // p),
-    "PP: what arrives is counted too; sent are activations onward and gradients back": wrong(pp=lambda pp, p: 2 * pp),
-    "PP: a rank in the middle sends both ways always; the ends do not": wrong(pp=lambda pp, p: pp * (p - 1) // p),
+    "PP sends gradients back as well": {"pp": lambda pp, p: pp // 2},
+    "PP: every micro-batch passes every rank, not 1 / p of them": {"pp": lambda pp, p: pp // p},
+    "PP: what arrives is counted too; sent are activations onward and gradients back": {"pp": lambda pp, p: 2 * pp},
+    "PP: a rank in the middle sends both ways always; the ends do not": {"pp": lambda pp, p: pp * (p - 1) // p},
     "PP: these are numbers; each has itemsize bytes": _numbers(0),
-    "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": wrong(zero3=lambda each, p: (3 * each * p, p - 1)),
-    "ZeRO-3 gathers twice, forward and backward, and reduces once": wrong(zero3=lambda each, p: (2 * each, p - 1)),
-    "ZeRO-3: a rank's own piece is not sent to itself": wrong(zero3=lambda each, p: (3 * each, p)),
-    "ZeRO-3 gathers anew for each micro-batch": wrong(zero3=lambda each, p: (3, p - 1)),
-    "ZeRO-3 reduces gradients after each micro-batch: it keeps no whole ones": wrong(
-        zero3=lambda each, p: (2 * each + 1, p - 1)
-    ),
-    "ZeRO-3: gradients take one trip, a reduce-scatter; an all-reduce would be two": wrong(
-        zero3=lambda each, p: (4 * each, p - 1)
-    ),
+    "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": {"zero3": lambda each, p: (3 * each * p, p - 1)},
+    "ZeRO-3 gathers twice, forward and backward, and reduces once": {"zero3": lambda each, p: (2 * each, p - 1)},
+    "ZeRO-3: a rank's own piece is not sent to itself": {"zero3": lambda each, p: (3 * each, p)},
+    "ZeRO-3 gathers anew for each micro-batch": {"zero3": lambda each, p: (3, p - 1)},
+    "ZeRO-3 reduces gradients after each micro-batch: it keeps no whole ones": {
+        "zero3": lambda each, p: (2 * each + 1, p - 1)
+    },
+    "ZeRO-3: gradients take one trip, a reduce-scatter; an all-reduce would be two": {
+        "zero3": lambda each, p: (4 * each, p - 1)
+    },
     "ZeRO-3: these are numbers; each has itemsize bytes": _numbers(1),
 }
 check_pp_and_zero3 = Exercise(
@@ -246,14 +240,13 @@ def _largest(numel, gpus, per_node, limit):
     return _smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
 
 
-wrong = partial(partial, _smallest_cut)
 _WRONG_CUT = {
-    "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": wrong(sharded=0),
+    "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": {"sharded": 0},
     "tp must stay inside a node": lambda numel, gpus, per_node, limit: _smallest_cut(numel, gpus, gpus, limit),
     "it fits, but a smaller cut fits too: more of the GPUs can be dp": _largest,
-    "of equal cuts the one with the larger tp, as far as a node goes": wrong(pp_first=True),
-    "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": wrong(sharded=16),
-    "dp is what tp and pp leave: the more they cut, the less there is to shard over": wrong(dp_is_all=True),
+    "of equal cuts the one with the larger tp, as far as a node goes": {"pp_first": True},
+    "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": {"sharded": 16},
+    "dp is what tp and pp leave: the more they cut, the less there is to shard over": {"dp_is_all": True},
     "nothing fits, whatever is cut": lambda numel, gpus, per_node, limit: (
         _smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
     ),

@@ -36,17 +36,6 @@ def _sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lam
             grad /= divisor(groups.expert_dp if kind == "experts" else groups.data, layout)
 
 
-def _sums_in_one_flat(of_kind, groups, layout):
-    """All gradients of a kind side by side; torch's all-reduce, over tp first."""
-    for kind, grads in of_kind.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads]) if grads else torch.empty(0)
-        if kind == "norms" and layout.sequence_parallel:
-            dist.all_reduce(flat, group=groups.tp)
-        dist.all_reduce(flat, group=groups.expert_dp if kind == "experts" else groups.data)
-        for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
-
-
 def combinations(rng):
     seed = fresh_seed(rng)
     texts = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
@@ -92,35 +81,32 @@ def _watch_sums(answer, layout, seed):
     return seen
 
 
-wrong = partial(partial, _sum_by_kind)
 DIVIDED = "each rank's loss is a share of the mean already, nothing is divided"
 WRONG_SUMS = {
-    f"as many times too short as its group has ranks; {DIVIDED}": wrong(divisor=lambda group, layout: group.size()),
-    f"{WORLD} times too short; {DIVIDED}": wrong(divisor=lambda group, layout: WORLD),
-    "under SP each rank of tp ran its own tokens alone through it; they are missing": wrong(
-        mistake=lambda layout: {"norms": "data"}
-    ),
-    "tp times too long: without SP every rank of tp has the whole gradient": wrong(
-        mistake=lambda layout: {"norms": "data tp"}
-    ),
-    "summed with the gradients of other experts: those that share the layer with me": wrong(
-        mistake=lambda layout: {"experts": "data"}
-    ),
+    f"as many times too short as its group has ranks; {DIVIDED}": {"divisor": lambda group, layout: group.size()},
+    f"{WORLD} times too short; {DIVIDED}": {"divisor": lambda group, layout: WORLD},
+    "under SP each rank of tp ran its own tokens alone through it; they are missing": {
+        "mistake": lambda layout: {"norms": "data"}
+    },
+    "tp times too long: without SP every rank of tp has the whole gradient": {
+        "mistake": lambda layout: {"norms": "data tp"}
+    },
+    "summed with the gradients of other experts: those that share the layer with me": {
+        "mistake": lambda layout: {"experts": "data"}
+    },
     "the ranks of ep brought their tokens already, and have other experts": [
-        wrong(mistake=lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}),
-        wrong(mistake=lambda layout: {"experts": "ep"}),
+        {"mistake": lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}},
+        {"mistake": lambda layout: {"experts": "ep"}},
     ],
-    "the ranks of expert_dp ran other tokens through the same experts; add theirs": wrong(
-        mistake=lambda layout: {"experts": ""}
-    ),
-    "cut over tp: the other ranks of tp have another part, whose gradient is another": wrong(
-        mistake=lambda layout: {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
-    ),
-    "the tokens of the other ranks of cp are missing": wrong(mistake=lambda layout: {"matrices": "dp"}),
+    "the ranks of expert_dp ran other tokens through the same experts; add theirs": {
+        "mistake": lambda layout: {"experts": ""}
+    },
+    "cut over tp: the other ranks of tp have another part, whose gradient is another": {
+        "mistake": lambda layout: {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
+    },
+    "the tokens of the other ranks of cp are missing": {"mistake": lambda layout: {"matrices": "dp"}},
 }
-check_combined_sums = Exercise(
-    _sum_by_kind, combinations, WRONG_SUMS, _watch_sums, right=_sums_in_one_flat, ranks=True, seconds=30.0
-)
+check_combined_sums = Exercise(_sum_by_kind, combinations, WRONG_SUMS, _watch_sums, ranks=True, seconds=30.0)
 
 
 # ------------------------------------------------------------------------------------ 6. each number once
@@ -129,15 +115,6 @@ def norm(held, layout, world, power=2, end=lambda squares, world: all_reduce(squ
     copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
     copies |= {kind: mistake(layout) for kind, mistake in mistakes.items()}
     return end(sum(g.square().sum() / copies[kind] ** (power / 2) for kind, g in held.items()), world)
-
-
-def _norm_of_scaled(held, layout, world):
-    """Gradients divided by the root of their copies, laid end to end; the lengths of all ranks are gathered."""
-    copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
-    mine = torch.linalg.vector_norm(torch.cat([grad.flatten() / copies[kind] ** 0.5 for kind, grad in held.items()]))
-    everyone = [torch.empty_like(mine) for _ in range(world.size())]
-    dist.all_gather(everyone, mine, group=world)
-    return torch.linalg.vector_norm(torch.stack(everyone))[None]  # one element of shape (1,)
 
 
 def layouts(rng):
@@ -159,7 +136,6 @@ def _wrong_copies(*kinds, copies):
     return partial(norm, **dict.fromkeys(kinds, copies))
 
 
-wrong = partial(partial, norm)
 _WRONG_NORM = {
     "what several ranks hold is counted as often": _wrong_copies(*KINDS, copies=lambda layout: 1),
     "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
@@ -181,13 +157,14 @@ _WRONG_NORM = {
     "not all that a rank holds is on every rank: each kind has its own number of copies": _wrong_copies(
         *KINDS, copies=lambda layout: layout.world_size
     ),
-    "ranks of cp have the same parameters too: data is dp times cp": wrong(
-        matrices=lambda layout: layout.dp, norms=lambda layout: layout.dp * layout.tp
-    ),
-    "ranks' norms do not add up; their squares do": wrong(end=lambda squares, world: all_reduce(squares.sqrt(), world)),
-    "each number is divided by its copies, and squared after that; divide the squares": wrong(power=4),
-    "the square of the norm": wrong(end=all_reduce),
-    "of this rank's part alone; the other parts are on other ranks": wrong(end=lambda squares, world: squares.sqrt()),
+    "ranks of cp have the same parameters too: data is dp times cp": {
+        "matrices": lambda layout: layout.dp,
+        "norms": lambda layout: layout.dp * layout.tp,
+    },
+    "ranks' norms do not add up; their squares do": {"end": lambda squares, world: all_reduce(squares.sqrt(), world)},
+    "each number is divided by its copies, and squared after that; divide the squares": {"power": 4},
+    "the square of the norm": {"end": all_reduce},
+    "of this rank's part alone; the other parts are on other ranks": {"end": lambda squares, world: squares.sqrt()},
 }
 _SAYS_NORM = {"the norm": "return a tensor of one element, as torch's sum and sqrt give"}
-check_norm = Exercise(norm, layouts, _WRONG_NORM, _watch_norm, _SAYS_NORM, right=_norm_of_scaled, ranks=True)
+check_norm = Exercise(norm, layouts, _WRONG_NORM, _watch_norm, _SAYS_NORM, ranks=True)

@@ -2,6 +2,7 @@
 
 import random
 
+from course_lib.checks.core import but
 from course_lib.checks.table import Exercise
 
 
@@ -42,28 +43,8 @@ def _tokens_read(plan, accumulation):
     return _copies(plan) * accumulation * plan.seq_len
 
 
-def _with(dp=None, tokens=None) -> type:
-    """Return the program with another dp, or other tokens of a step."""
-
-    class Planned(BatchPlan):
-        def dp(self):
-            return dp(self) if dp else super().dp()
-
-        def tokens_of_a_step(self):
-            return tokens(self) if tokens else super().tokens_of_a_step()
-
-    return Planned
-
-
 def _copies(plan):
     return plan.gpus // (plan.tp * plan.pp * plan.cp)
-
-
-class _CutsSequences(_with(_copies)):
-    """Right: counts the tokens of each GPU."""
-
-    def tokens_of_a_step(self):
-        return self.accumulation() * self.seq_len // self.cp * (self.gpus // (self.tp * self.pp))
 
 
 def _plans(rng: random.Random) -> list[tuple]:
@@ -86,9 +67,9 @@ def _watch(answer, gpus, tp, pp, cp, seq_len, batch_tokens, step_s):
 
 WRONG = {
     "the GPUs still read fewer tokens in a step than the batch has": BatchPlan,
-    "now the GPUs read more tokens in a step than the batch has": _with(lambda plan: max(1, _copies(plan) // plan.cp)),
-    "the GPUs read the batch, but the log counts other tokens": _with(
-        _copies, lambda plan: plan.accumulation() * plan.seq_len * plan.gpus // (plan.tp * plan.pp)
-    ),
+    "now the GPUs read more tokens in a step than the batch has": {"dp": lambda plan: max(1, _copies(plan) // plan.cp)},
+    "the GPUs read the batch, but the log counts other tokens": {
+        "tokens_of_a_step": lambda plan: plan.accumulation() * plan.seq_len * plan.gpus // (plan.tp * plan.pp)
+    },
 }
-check_batch_plan = Exercise(_with(_copies), _plans, WRONG, _watch, right=_CutsSequences)
+check_batch_plan = Exercise(but(BatchPlan, dp=_copies), _plans, WRONG, _watch)

@@ -41,7 +41,6 @@ def runs(rng):
     return cases
 
 
-wrong = partial(partial, _yield_of)
 _WRONG_YIELD = {
     "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: _yield_of(
         predicted, measured, k, best=lambda measured: max(predicted)
@@ -50,9 +49,9 @@ _WRONG_YIELD = {
         max(predicted) / max(measured)
     ),
     "you may measure k runs and keep the fastest": lambda predicted, measured, k: _yield_of(predicted, measured, 1),
-    "keep the fastest of the k tries; this is their mean": wrong(of_first=mean),
+    "keep the fastest of the k tries; this is their mean": {"of_first": mean},
     "of the k tries the fastest counts, not the last": _of_the_last,
-    "the k tries have the highest predictions, not the lowest": wrong(highest=-1),
+    "the k tries have the highest predictions, not the lowest": {"highest": -1},
     "choose by prediction: whoever knows the measurements needs no planner": lambda predicted, measured, k: 1.0,
 }
 check_yield = Exercise(_yield_of, runs, _WRONG_YIELD)
@@ -78,16 +77,15 @@ def shares(rng):
     return cases
 
 
-wrong = partial(partial, _margin_of)
 _WRONG_MARGIN = {
     "measured over predicted, not predicted over measured": lambda predicted, measured, share: _margin_of(
         measured, predicted, share
     ),
-    "this covers every run; a share of them is asked": wrong(factor=lambda ratios, index: max(ratios)),
-    "this is the mean; half of the runs need more": wrong(factor=lambda ratios, index: mean(ratios)),
+    "this covers every run; a share of them is asked": {"factor": lambda ratios, index: max(ratios)},
+    "this is the mean; half of the runs need more": {"factor": lambda ratios, index: mean(ratios)},
     "a quantile between two runs; the factor of a run is asked": _interpolated,
-    "this covers one run too few": wrong(factor=lambda ratios, index: sorted(ratios)[index - 1]),
-    "sort upwards: the smallest first": wrong(factor=lambda ratios, index: sorted(ratios, reverse=True)[index]),
+    "this covers one run too few": {"factor": lambda ratios, index: sorted(ratios)[index - 1]},
+    "sort upwards: the smallest first": {"factor": lambda ratios, index: sorted(ratios, reverse=True)[index]},
 }
 check_margin = Exercise(_margin_of, shares, _WRONG_MARGIN)
 

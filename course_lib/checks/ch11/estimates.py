@@ -1,7 +1,5 @@
 """Graders of chapter 11, exercises 1 and 2: tokens per second and days; the GPUs that a deadline needs."""
 
-from functools import partial
-
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import several
 
@@ -27,15 +25,14 @@ def models(rng):
     return cases
 
 
-wrong = partial(partial, estimate)
 _WRONG_ESTIMATE = {
-    "2 psi is the forward pass alone; training needs 6": wrong(of_parameter=2),
-    "attention's scores need FLOPs too: 12 L D S per token": wrong(of_score=0),
-    "attention's scores count forward and backward: 12 L D S, not 4": wrong(of_score=4),
-    "a GPU reaches its peak times the MFU, not its peak": wrong(reached=1),
-    "all GPUs together, not one": wrong(gpus=1),
-    "days, not hours: a day has 86,400 seconds": wrong(day_s=3600),
-    "days, not seconds: a day has 86,400 seconds": wrong(day_s=1),
+    "2 psi is the forward pass alone; training needs 6": {"of_parameter": 2},
+    "attention's scores need FLOPs too: 12 L D S per token": {"of_score": 0},
+    "attention's scores count forward and backward: 12 L D S, not 4": {"of_score": 4},
+    "a GPU reaches its peak times the MFU, not its peak": {"reached": 1},
+    "all GPUs together, not one": {"gpus": 1},
+    "days, not hours: a day has 86,400 seconds": {"day_s": 3600},
+    "days, not seconds: a day has 86,400 seconds": {"day_s": 1},
 }
 check_estimate = Exercise(
     estimate, models, _WRONG_ESTIMATE, several("return two numbers, (tokens_per_s, days)", "tokens/s", "days")
@@ -85,13 +82,12 @@ def _watch_deadline(answer, mfu_of, flops_per_token, tokens, peak, days):
     return {"GPUs": "None" if num_gpus is None else int(num_gpus)}
 
 
-wrong = partial(partial, deadline)
 _WRONG_DEADLINE = {
-    "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": wrong(by=lambda n, days: days),
-    "the cheapest of all is too late": wrong(late=False),
-    "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": wrong(by=lambda n, days: n),
-    "nobody is in time, so return None": wrong(anyway=True),
-    "the largest number of GPUs is neither the fastest nor the cheapest": wrong(by=lambda n, days: -n, late=False),
+    "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": {"by": lambda n, days: days},
+    "the cheapest of all is too late": {"late": False},
+    "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": {"by": lambda n, days: n},
+    "nobody is in time, so return None": {"anyway": True},
+    "the largest number of GPUs is neither the fastest nor the cheapest": {"by": lambda n, days: -n, "late": False},
     "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
 }
 check_deadline = Exercise(deadline, clusters, _WRONG_DEADLINE, _watch_deadline)

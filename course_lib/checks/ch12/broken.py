@@ -52,22 +52,21 @@ class ResumableRun:
         self.steps = state["steps"]
 
 
-def _saving(*parts) -> type:
-    """Return the program that also saves some of: the rows that wait, the state of the generator."""
+class _Saves(ResumableRun):
+    """Also saves the rows that wait, and the state of the generator."""
 
-    class Saving(ResumableRun):
-        def state(self):
-            mine = {"waiting": list(self.waiting), "numbers": self.numbers.get_state()}
-            return super().state() | {part: mine[part] for part in parts}
+    parts = ("waiting", "numbers")
 
-        def load(self, state):
-            super().load(state)
-            if "waiting" in parts:
-                self.waiting = list(state["waiting"])
-            if "numbers" in parts:
-                self.numbers.set_state(state["numbers"])
+    def state(self):
+        mine = {"waiting": list(self.waiting), "numbers": self.numbers.get_state()}
+        return super().state() | {part: mine[part] for part in self.parts}
 
-    return Saving
+    def load(self, state):
+        super().load(state)
+        if "waiting" in self.parts:
+            self.waiting = list(state["waiting"])
+        if "numbers" in self.parts:
+            self.numbers.set_state(state["numbers"])
 
 
 class _DrawsAgain(ResumableRun):
@@ -116,12 +115,15 @@ def _watch(answer, killed_at, seed):
 
 
 WRONG = {
-    "after it was resumed, the run takes some rows too often and others too seldom": [ResumableRun, _saving("numbers")],
-    "every row is taken as often as it should, but in another order than without the stop": _saving("waiting"),
+    "after it was resumed, the run takes some rows too often and others too seldom": [
+        ResumableRun,
+        {"parts": ["numbers"]},
+    ],
+    "every row is taken as often as it should, but in another order than without the stop": {"parts": ["waiting"]},
     "the rows are right, and the weights are not those of the run that was not stopped": _NewMoments,
 }
 check_resumable = Exercise(
-    _saving("waiting", "numbers"),
+    _Saves,
     lambda rng: [(killed_at, fresh_seed(rng)) for killed_at in (rng.randrange(1, 6), rng.randrange(7, 12))],
     WRONG,
     _watch,

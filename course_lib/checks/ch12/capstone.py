@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -80,12 +79,15 @@ def say(engine: five_d.FiveD) -> str:
 
 
 # ------------------------------------------------------------------------------------ the reference
-def go_on(job: CapstoneJob, group: dist.ProcessGroup, **mistake) -> dict:
-    """Train the rest of a run on the ranks that are left, and report the whole. A mistake: see `_trained`."""
+def go_on(job: CapstoneJob, group: dist.ProcessGroup, count=lambda right, job, rank: {}, **mistake) -> dict:
+    """Train the rest of a run on the ranks that are left, and report the whole. A mistake: see `_trained`.
+
+    count   fields of the report that are counted otherwise, from the right report, the job and the rank
+    """
     key = (replace(job, folder=""), *mistake.items())
     if key not in _KNOWN:  # all ranks have it, or none
         _KNOWN[key] = _trained(job, group, **mistake)
-    return dict(_KNOWN[key])
+    return _KNOWN[key] | count(_KNOWN[key], job, group.rank())
 
 
 _KNOWN: dict[tuple, dict] = {}
@@ -168,27 +170,12 @@ def _copy_of(folder: str) -> str:
     return shutil.copytree(folder, Path(tempfile.mkdtemp(prefix="capstone_")) / "run").as_posix()
 
 
-def _but(change) -> Callable:
-    """A report of the right run in which a field is counted otherwise: change(report, job, rank)."""
-
-    def answer(job, group):
-        right = go_on(job, group)
-        return right | change(right, job, group.rank())
-
-    return answer
-
-
-def _formula(ranks: int = 2, recipe=FP64, clip: bool = True) -> Callable:
+def _predicted(right, job, rank, ranks=2, recipe=FP64, clip=True):
     """Bytes predicted for so many ranks, in another precision, or without the norm of the gradients."""
-
-    def change(right, job, rank):
-        run = Run(CONFIG, layout_for(job.layout, job.batch, ranks), job.plan.seq_len, recipe, device="cpu")
-        states, sent_predicted = states_bytes(run, rank), sum(sent(run, rank, clip).values())
-        if clip:
-            return {"states_bytes": (states, right["states_bytes"][1])}
-        return {"sent_bytes": (sent_predicted, right["sent_bytes"][1])}
-
-    return _but(change)
+    run = Run(CONFIG, layout_for(job.layout, job.batch, ranks), job.plan.seq_len, recipe, device="cpu")
+    if clip:
+        return {"states_bytes": (states_bytes(run, rank), right["states_bytes"][1])}
+    return {"sent_bytes": (sum(sent(run, rank, clip).values()), right["sent_bytes"][1])}
 
 
 def _all_lines(right, job, rank):
@@ -197,42 +184,36 @@ def _all_lines(right, job, rank):
 
 
 WRONG = {
-    "the run goes on from the last checkpoint, not from the step in which the rank died": _but(
-        lambda right, job, rank: {"first_step": job.killed}
-    ),
-    "a step has half its sequences: with half the ranks of dp, each needs twice the micro-batches": partial(
-        go_on, halved=True
-    ),
-    "the optimizer's moments were not loaded: give them to `load` too, before the first step": partial(
-        go_on, optimizer_too=False
-    ),
-    "the rows begin again with those of step 0: a batch has the number of its step in the whole run": partial(
-        go_on, first_rows_again=True
-    ),
-    "steps that were lost have two losses; the one that counts is of the run that went on": _but(_all_lines),
-    "tokens of lost steps count once: the model kept nothing of their first time": _but(
-        lambda right, job, rank: {"tokens": right["tokens"] + right["tokens_lost"]}
-    ),
-    "these are the tokens of the steps after the restart; the report is of the whole run": _but(
-        lambda right, job, rank: {"tokens": right["tokens"] // job.plan.steps * (job.plan.steps - right["first_step"])}
-    ),
-    "the states are predicted for the layout of the four ranks, and two hold the shards of four": _formula(4),
-    "the states are predicted in another precision than that of the plan: fp64 has 8 bytes an element": _formula(
-        recipe="fp32"
-    ),
-    "the bytes sent leave out the norm of the gradients, which every step sums: `sent(..., clip=True)`": _formula(
-        clip=False
-    ),
-    "the text is the base's, before it was trained": _but(
-        lambda right, job, rank: {"text": speak(*load_base(), PROMPT, NUM_TOKENS, temperature=0.5)}
-    ),
+    "the run goes on from the last checkpoint, not from the step in which the rank died": {
+        "count": lambda right, job, rank: {"first_step": job.killed}
+    },
+    "a step has half its sequences: with half the ranks of dp, each needs twice the micro-batches": {"halved": True},
+    "the optimizer's moments were not loaded: give them to `load` too, before the first step": {"optimizer_too": False},
+    "the rows begin again with those of step 0: a batch has the number of its step in the whole run": {
+        "first_rows_again": True
+    },
+    "steps that were lost have two losses; the one that counts is of the run that went on": {"count": _all_lines},
+    "tokens of lost steps count once: the model kept nothing of their first time": {
+        "count": lambda right, job, rank: {"tokens": right["tokens"] + right["tokens_lost"]}
+    },
+    "these are the tokens of the steps after the restart; the report is of the whole run": {
+        "count": lambda right, job, rank: {
+            "tokens": right["tokens"] // job.plan.steps * (job.plan.steps - right["first_step"])
+        }
+    },
+    "the states are predicted for the layout of the four ranks, and two hold the shards of four": {
+        "count": partial(_predicted, ranks=4)
+    },
+    "the states are predicted in another precision than that of the plan: fp64 has 8 bytes an element": {
+        "count": partial(_predicted, recipe="fp32")
+    },
+    "the bytes sent leave out the norm of the gradients, which every step sums: `sent(..., clip=True)`": {
+        "count": partial(_predicted, clip=False)
+    },
+    "the text is the base's, before it was trained": {
+        "count": lambda right, job, rank: {"text": speak(*load_base(), PROMPT, NUM_TOKENS, temperature=0.5)}
+    },
 }
 check_capstone = Exercise(
-    go_on,
-    jobs,
-    WRONG,
-    watch,
-    ranks="Call load, save and train_step on both ranks.",
-    seconds=30.0,
-    backend="gloo",
+    go_on, jobs, WRONG, watch, ranks="Call load, save and train_step on both ranks.", seconds=30.0, backend="gloo"
 )

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 
 from course_lib.checks.core import fresh_seed
 from course_lib.checks.table import Exercise
@@ -68,18 +67,17 @@ def jobs(rng):
     return [(name, _log(rng, n, *of_job)) for name, of_job in attempts.items()]
 
 
-wrong = partial(partial, goodput)
 _WRONG_GOODPUT = {
     "a save that was begun and not finished keeps nothing; only `saved` counts": [
-        wrong(complete="saving"),
-        wrong(complete="saving", once=True),
+        {"complete": "saving"},
+        {"complete": "saving", "once": True},
     ],
-    "steps behind the last complete checkpoint are lost when the job fails; do not count them": wrong(drop=False),
-    "divide by the wall time, which also has the waiting between a failure and the next start": wrong(over=_attempts_s),
-    "divide by the wall time; the seconds of all steps leave out saves and restarts": wrong(
-        over=lambda lines: sum(line.get("seconds", 0.0) for line in lines)
-    ),
-    "after the last failure nobody computed lost steps again: nothing takes their place": wrong(drop=False, once=True),
+    "steps behind the last complete checkpoint are lost when the job fails; do not count them": {"drop": False},
+    "divide by the wall time, which also has the waiting between a failure and the next start": {"over": _attempts_s},
+    "divide by the wall time; the seconds of all steps leave out saves and restarts": {
+        "over": lambda lines: sum(line.get("seconds", 0.0) for line in lines)
+    },
+    "after the last failure nobody computed lost steps again: nothing takes their place": {"drop": False, "once": True},
 }
 check_goodput = Exercise(goodput, jobs, _WRONG_GOODPUT, lambda answer, job, lines: {"the goodput": answer(lines)})
 
@@ -155,10 +153,9 @@ def _watch_difference(answer, runs, first, second):
     return {"(step, rank, kind)": "None" if found is None else found}
 
 
-wrong = partial(partial, _first_difference)
 _WRONG_RUNS = {
-    "the gradient norm, a sum over ranks, differs on all; look for the kind before the rank": wrong(by_rank=True),
-    "differences of a billionth are rounding; compare numbers to 1e-6 of their size": wrong(tolerance=0.0),
-    "of a step with two lines, the last one counts": wrong(of_two_lines=0),
+    "the gradient norm, a sum over ranks, differs on all; look for the kind before the rank": {"by_rank": True},
+    "differences of a billionth are rounding; compare numbers to 1e-6 of their size": {"tolerance": 0.0},
+    "of a step with two lines, the last one counts": {"of_two_lines": 0},
 }
 check_disagreement = Exercise(_first_difference, runs, _WRONG_RUNS, _watch_difference)

@@ -13,30 +13,16 @@ from course_lib.minimal.eight_bits import E4M3, number_of, quantized, rounded
 
 
 # ------------------------------------------------------------------------------------ a code for a number
-def code_of(
-    x: float,
-    exponent_bits: int,
-    mantissa_bits: int,
-    size_of=number_of,
-    key=lambda distance, code: (distance, code % 2),
-):
+def code_of(x, exponent_bits, mantissa_bits, size_of=number_of, key=lambda distance, code: (abs(distance), code % 2)):
     """The nearest code, of two the even one; with an argument one of the mistakes."""
     fmt = FloatFormat("", exponent_bits, mantissa_bits, "none")
     codes = range(2 ** (exponent_bits + mantissa_bits))
     return min(codes, key=lambda code: key(x - size_of(code, fmt), code))
 
 
-def _nearest(distance, code):
-    return abs(distance), code % 2
-
-
 def _no_subnormals(code, fmt):
     fraction, exponent = code % 2**fmt.mantissa_bits / 2**fmt.mantissa_bits, code >> fmt.mantissa_bits
     return (1 + fraction) * 2.0 ** (exponent - fmt.bias)
-
-
-def _other_bias(code, fmt):
-    return number_of(code, fmt) / 2
 
 
 def _subnormal_exponent(code, fmt):
@@ -57,31 +43,21 @@ def _sizes(rng):
     return cases
 
 
-def _by_spacing(x, exponent_bits, mantissa_bits):
-    fmt = FloatFormat("", exponent_bits, mantissa_bits, "none")
-    x = rounded(torch.tensor(x, dtype=torch.float64), fmt).item()
-    return next(code for code in range(2 ** (exponent_bits + mantissa_bits)) if number_of(code, fmt) == x)
-
-
-wrong = partial(partial, code_of)
 check_code = Exercise(
-    partial(code_of, key=_nearest),
+    code_of,
     _sizes,
     {
-        "the nearest number below was taken; round to the nearest": wrong(
-            key=lambda distance, code: (abs(distance) if distance >= 0 else float("inf"), 0)
-        ),
+        "the nearest number below was taken; round to the nearest": {
+            "key": lambda distance, code: (abs(distance) if distance >= 0 else float("inf"), 0)
+        },
         "a number in the middle of two goes to the even code, so that errors cancel": [
-            wrong(key=lambda distance, code: (abs(distance), -code)),
-            wrong(key=lambda distance, code: (abs(distance), code)),
+            {"key": lambda distance, code: (abs(distance), -code)},
+            {"key": lambda distance, code: (abs(distance), code)},
         ],
-        "exponent 0 has no leading 1: its numbers are subnormal": wrong(size_of=_no_subnormals, key=_nearest),
-        "the bias is 2 ** (exponent_bits - 1) - 1": wrong(size_of=_other_bias, key=_nearest),
-        "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": wrong(
-            size_of=_subnormal_exponent, key=_nearest
-        ),
+        "exponent 0 has no leading 1: its numbers are subnormal": {"size_of": _no_subnormals},
+        "the bias is 2 ** (exponent_bits - 1) - 1": {"size_of": lambda code, fmt: number_of(code, fmt) / 2},
+        "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": {"size_of": _subnormal_exponent},
     },
-    right=_by_spacing,
 )
 
 
@@ -108,22 +84,21 @@ def _matrices(rng):
     return cases
 
 
-wrong = partial(partial, products)
 check_three_products = Exercise(
     products,
     _matrices,
     {
-        "grad_x sums over the outputs, which are rows of w: round w.T": wrong(grad_x=lambda x, w, g, r: (r(g), r(w).T)),
+        "grad_x sums over the outputs, which are rows of w: round w.T": {"grad_x": lambda x, w, g, r: (r(g), r(w).T)},
         "grad_w sums over tokens, which are rows of x and of grad_y: round x.T and grad_y.T": [
-            wrong(grad_w=lambda x, w, g, r: (r(g).T, r(x).T)),
-            wrong(grad_w=lambda x, w, g, r: (r(g.T), r(x).T)),
-            wrong(grad_w=lambda x, w, g, r: (r(g).T, r(x.T))),
+            {"grad_w": lambda x, w, g, r: (r(g).T, r(x).T)},
+            {"grad_w": lambda x, w, g, r: (r(g.T), r(x).T)},
+            {"grad_w": lambda x, w, g, r: (r(g).T, r(x.T))},
         ],
         "one of the two matrices was not rounded: tensor cores multiply FP8 by FP8": [
-            wrong(grad_x=lambda x, w, g, r: (r(g), w.T)),
-            wrong(grad_x=lambda x, w, g, r: (g, r(w.T))),
-            wrong(grad_w=lambda x, w, g, r: (g.T, r(x.T))),
-            wrong(grad_w=lambda x, w, g, r: (r(g.T), x.T)),
+            {"grad_x": lambda x, w, g, r: (r(g), w.T)},
+            {"grad_x": lambda x, w, g, r: (g, r(w.T))},
+            {"grad_w": lambda x, w, g, r: (g.T, r(x.T))},
+            {"grad_w": lambda x, w, g, r: (r(g.T), x.T)},
         ],
         "three tensors are asked for": Stops(lambda *case: products(*case)[0]),
     },
@@ -139,10 +114,6 @@ def reduce_scatter_8(grad_P, group, scale=None, total=None, most=None):
     codes = (grad_P / own).to(torch.float8_e4m3fn).view(torch.uint8)
     parts = comm.all_to_all(codes, group).view(torch.float8_e4m3fn).float().view(group.size(), -1)
     return (total or (lambda parts: parts.sum(0)))(parts) * own
-
-
-def _in_float32(grad_P, group):
-    return comm.reduce_scatter(grad_P, group)
 
 
 def _gathers_all(grad_P, group):
@@ -161,20 +132,21 @@ def _gradients(rng):
     return cases
 
 
-wrong = partial(partial, reduce_scatter_8)
 check_reduce_scatter_8 = Exercise(
     reduce_scatter_8,
     _gradients,
     {
-        "every rank read all pieces by its own scale; the scale must be the same on all ranks": wrong(
-            most=lambda largest: largest
-        ),
+        "every rank read all pieces by its own scale; the scale must be the same on all ranks": {
+            "most": lambda largest: largest
+        },
         "largest elements were added over the ranks; their maximum is enough, and finer": lambda grad_P, group: (
             reduce_scatter_8(grad_P, group, most=lambda largest: comm.all_reduce(largest, group))
         ),
-        "the sum was rounded to FP8: sums are taken in FP32": wrong(total=lambda parts: rounded(parts.sum(0), E4M3)),
-        "the sum over ranks is asked for, not the mean": wrong(total=lambda parts: parts.mean(0)),
-        "gradients were not rounded: they travel in one byte each": _in_float32,
+        "the sum was rounded to FP8: sums are taken in FP32": {"total": lambda parts: rounded(parts.sum(0), E4M3)},
+        "the sum over ranks is asked for, not the mean": {"total": lambda parts: parts.mean(0)},
+        "gradients were not rounded: they travel in one byte each": (
+            lambda grad_P, group: comm.reduce_scatter(grad_P, group)
+        ),
         "one byte per element": Stops(_gathers_all),
     },
     partial(on_ranks, slack=64),

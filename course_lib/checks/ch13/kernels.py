@@ -83,54 +83,19 @@ check_limit = Exercise(
 
 
 # ------------------------------------------------------------------------------------ 3. a norm as a kernel
-def _norm(x, n, eps):
-    return x / ((x * x).sum() / n + eps).sqrt()
+def _rms_norm(count=lambda n, block: n, root=lambda mean, eps: (mean + eps).sqrt(), reads=1, mask=True):
+    """A kernel, right or with a mistake: what the sum of squares is divided by, the root, reads of x, no mask."""
 
+    @jit
+    def rms_norm(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
+        row, i = tl.program_id(0), tl.arange(0, BLOCK)
+        here = i < n if mask else None
+        for _ in range(reads):
+            x = tl.load(x_ptr + row * n + i, mask=here, other=0.0)
+        scale = tl.load(weight_ptr + i, mask=here) / root((x * x).sum() / count(n, BLOCK), eps)
+        tl.store(y_ptr + row * n + i, x * scale, mask=here)
 
-@jit
-def _rms_norm(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + i, mask=i < n, other=0.0)
-    weight = tl.load(weight_ptr + i, mask=i < n)
-    tl.store(y_ptr + row * n + i, weight * _norm(x, n, eps), mask=i < n)
-
-
-@jit
-def _over_block(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + i, mask=i < n, other=0.0)
-    tl.store(y_ptr + row * n + i, tl.load(weight_ptr + i, mask=i < n) * _norm(x, BLOCK, eps), mask=i < n)
-
-
-@jit
-def _read_twice(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    at = x_ptr + row * n + i
-    x, again = tl.load(at, mask=i < n, other=0.0), tl.load(at, mask=i < n, other=0.0)
-    scale = tl.load(weight_ptr + i, mask=i < n) / ((x * x).sum() / n + eps).sqrt()
-    tl.store(y_ptr + row * n + i, again * scale, mask=i < n)
-
-
-@jit
-def _without_mean(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + i, mask=i < n, other=0.0)
-    tl.store(y_ptr + row * n + i, tl.load(weight_ptr + i, mask=i < n) * _norm(x, 1, eps), mask=i < n)
-
-
-@jit
-def _eps_outside(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + i, mask=i < n, other=0.0)
-    scale = tl.load(weight_ptr + i, mask=i < n) / (((x * x).sum() / n).sqrt() + eps)
-    tl.store(y_ptr + row * n + i, x * scale, mask=i < n)
-
-
-@jit
-def _no_mask(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + i)
-    tl.store(y_ptr + row * n + i, tl.load(weight_ptr + i) * _norm(x, n, eps))
+    return rms_norm
 
 
 def _launched(answer, rows, n, seed):
@@ -142,14 +107,14 @@ def _launched(answer, rows, n, seed):
 
 
 _WRONG_NORM = {
-    "the mean is over the n elements of the row; BLOCK counts the masked ones too": _over_block,
-    "divide the sum of squares by n": _without_mean,
-    "eps belongs under the root": _eps_outside,
-    "x is read twice; a tile that was loaded stays in registers": _read_twice,
-    "places are outside the tensor": Stops(_no_mask),
+    "the mean is over the n elements of the row; BLOCK counts the masked ones too": _rms_norm(lambda n, block: block),
+    "divide the sum of squares by n": _rms_norm(lambda n, block: 1),
+    "eps belongs under the root": _rms_norm(root=lambda mean, eps: mean.sqrt() + eps),
+    "x is read twice; a tile that was loaded stays in registers": _rms_norm(reads=2),
+    "places are outside the tensor": Stops(_rms_norm(mask=False)),
 }
 check_rms_norm = Exercise(
-    _rms_norm,
+    _rms_norm(),
     lambda rng: [(rng.randrange(2, 5), n, fresh_seed(rng)) for n in (64, 48, 100)],
     _WRONG_NORM,
     _launched,
@@ -165,11 +130,8 @@ def _order(pid, tiles_m, tiles_n, group):
     return first + within % high, within // high
 
 
-def _row_of(order):
-    def tiles(answer, tiles_m, tiles_n, group):
-        return {"tiles": [tuple(map(int, answer(pid, tiles_m, tiles_n, group))) for pid in range(tiles_m * tiles_n)]}
-
-    return tiles
+def _tiles(answer, tiles_m, tiles_n, group):
+    return {"tiles": [tuple(map(int, answer(pid, tiles_m, tiles_n, group))) for pid in range(tiles_m * tiles_n)]}
 
 
 def _equal_groups(pid, tiles_m, tiles_n, group):
@@ -195,5 +157,5 @@ check_order = Exercise(
     _order,
     lambda rng: [(4, 5, 2), (5, 3, 2), (rng.randrange(5, 9), rng.randrange(3, 9), 3)],
     _WRONG_ORDER,
-    _row_of(_order),
+    _tiles,
 )

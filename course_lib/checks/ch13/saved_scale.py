@@ -5,7 +5,7 @@ from itertools import permutations
 import torch
 from torch.utils._pytree import tree_leaves
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import but, fresh_seed, numbers
 from course_lib.checks.table import Exercise
 from course_lib.checks.watch import Cost
 
@@ -68,19 +68,18 @@ class _ByIdentity(EightBitLayer):
         return saved.to(self.weight.dtype) * saved.scale
 
 
-def _in_order(place: int) -> type:
-    """Return the program with a list of scales, taken from one end."""
+class _InOrder(EightBitLayer):
+    """With a list of scales, taken from one end."""
 
-    class InOrder(EightBitLayer):
-        def save(self, x):
-            x8 = super().save(x)
-            self.scales = [*getattr(self, "scales", []), self.scale]
-            return x8
+    place = 0
 
-        def read(self, saved):
-            return saved.to(self.weight.dtype) * self.scales.pop(place)
+    def save(self, x):
+        x8 = super().save(x)
+        self.scales = [*getattr(self, "scales", []), self.scale]
+        return x8
 
-    return InOrder
+    def read(self, saved):
+        return saved.to(self.weight.dtype) * self.scales.pop(self.place)
 
 
 class _OneScaleForAll(EightBitLayer):
@@ -88,14 +87,6 @@ class _OneScaleForAll(EightBitLayer):
         if not hasattr(self, "scale"):
             self.scale = x.abs().max() / 448
         return (x / self.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-class _SavesAll(EightBitLayer):
-    def save(self, x):
-        return x
-
-    def read(self, saved):
-        return saved
 
 
 def _is_right(layer, xs, order) -> bool:
@@ -119,9 +110,11 @@ def _watch(answer, rows, seed):
 
 WRONG = {
     "right one after the other, off with three micro-batches in flight: gradients are too long or short": EightBitLayer,
-    "right if micro-batches go back in one order, and off in the other orders": [_in_order(0), _in_order(-1)],
+    "right if micro-batches go back in one order, and off in the other orders": [_InOrder, but(_InOrder, place=-1)],
     "right for the first micro-batch; later ones do not fit into its scale": _OneScaleForAll,
-    "gradients are right, but more than one byte per element is saved": _SavesAll,
+    "gradients are right, but more than one byte per element is saved": but(
+        EightBitLayer, save=lambda self, x: x, read=lambda self, saved: saved
+    ),
 }
 check_eight_bit_layer = Exercise(
     _WithItsScale, lambda rng: [(rng.randrange(6, 12), fresh_seed(rng))], WRONG, _watch, right=_ByIdentity
