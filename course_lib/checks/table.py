@@ -11,6 +11,7 @@ What is compared is what `watch` saw of a call (watch.py): {what: value}, the mo
 
 import inspect
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def _beside_the_reference(ex: Exercise, answer, cases: list[tuple]) -> list[Seen
     except CheckFailed as failure:  # the reference neither raises nor hangs
         text = str(failure)
         if "time limit: after " in text:
-            places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
+            places = "\n".join(re.findall(r"^rank \d.*(?:\n    .*)*", text, re.MULTILINE))
             hang = ex.ranks if isinstance(ex.ranks, str) else _SAME_CALLS
             raise CheckFailed(
                 f"your ranks wait for each other for ever, until they are stopped. {hang}\n{places}"

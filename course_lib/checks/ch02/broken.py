@@ -49,6 +49,17 @@ class _Draws(SometimesBlock):
         return recompute(self.block, x_BSD, *tables) if self.recomputed else self.block(x_BSD, *tables)
 
 
+class _Remembers(SometimesBlock):
+    """Draws before it recomputes, and remembers it where the next forward pass overwrites it."""
+
+    def run(self, x_BSD, *tables):
+        return x_BSD if self.around else self.block(x_BSD, *tables)
+
+    def forward(self, x_BSD, *tables):
+        self.around = self.random.random() < 0.5
+        return recompute(self.run, x_BSD, *tables)
+
+
 class _DrawsFromTorch(SometimesBlock):
     """Right: recomputation puts the state of torch's generator back."""
 
@@ -64,33 +75,41 @@ def _watch(answer, seed):
         block.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
     mine, params = nn.ModuleList(answer(block, seed + n) for n, block in enumerate(blocks)), list(model.parameters())
 
-    def way_and_gradients(of, text_BS):
+    def ways_and_gradients(passes):
+        """All forward passes, then backward through all of them: pipelines do so."""
         runs.clear()
-        model.blocks = nn.ModuleList(of)
-        loss = loss_of(model, text_BS[:, :-1], text_BS[:, 1:])
-        way = list(runs)
-        loss.backward()
+        losses, ways = [], []
+        for of, text_BS in passes:
+            before, model.blocks = len(runs), nn.ModuleList(of)
+            losses.append(loss_of(model, text_BS[:, :-1], text_BS[:, 1:]))
+            ways.append(runs[before:])
+        forward = len(runs)
+        sum(losses).backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         for param in params:
             param.grad = None
-        return way, len(runs) > len(way), torch.nn.utils.parameters_to_vector(grads)
+        return ways, len(runs) > forward, torch.nn.utils.parameters_to_vector(grads)
 
-    off, recomputed, ways = 0, 0, []
+    off, recomputed, ways = {1: 0, 2: 0}, 0, []
     for step in range(_STEPS):
-        text_BS = (100 * numbers(seed + step, 2, 9)).long() % 256
-        way, again, got = way_and_gradients(mine, text_BS)
-        _, _, right = way_and_gradients([blocks[number] for number in way], text_BS)
-        off, recomputed, ways = off + (not torch.allclose(got, right)), recomputed + (again or not way), [*ways, way]
+        for count in off:
+            texts = [(100 * numbers(seed + 2 * step + n, 2, 9)).long() % 256 for n in range(count)]
+            taken, again, got = ways_and_gradients([(mine, text_BS) for text_BS in texts])
+            plain = [([blocks[number] for number in way], text_BS) for way, text_BS in zip(taken, texts, strict=True)]
+            off[count] += not torch.allclose(got, ways_and_gradients(plain)[2])
+            recomputed, ways = recomputed + (again or not any(taken)), ways + taken
     return {
-        "steps whose gradients are not those of their forward pass": off,
+        "steps whose gradients are not those of their forward pass": off[1],
+        "steps of two forward passes, then backward, whose gradients are not those of both": off[2],
         "steps that recompute what they ran": recomputed,
         "steps take different ways": len({tuple(way) for way in ways}) > 1,
-        "the share of blocks that ran is near a half": 0.05 < sum(map(len, ways)) / (_STEPS * len(blocks)) < 0.95,
+        "the share of blocks that ran is near a half": 0.05 < sum(map(len, ways)) / (len(ways) * len(blocks)) < 0.95,
     }
 
 
 WRONG = {
     "gradients are still those of another way than forward took": SometimesBlock,
+    "with two forward passes before backward, the first is recomputed the way of the second": _Remembers,
     "gradients are right, but every step leaves out the same blocks": {"around": lambda self: self.step < 0},
     "gradients are right, but nothing is recomputed any more": {"recomputed": False},
 }

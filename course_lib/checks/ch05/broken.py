@@ -69,6 +69,19 @@ class _Sums(LoRATensorParallel):
         super().update()
 
 
+class _SumsTooOften(LoRATensorParallel):
+    """Sums over ranks what has arrived, after each micro-batch: earlier sums are in it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for name, param in self.adapters().items():
+            if name.endswith("a_rD"):
+                param.register_post_accumulate_grad_hook(self.sum)
+
+    def sum(self, param):
+        param.grad = comm.all_reduce(param.grad, self.group)
+
+
 def _through(h_of) -> type:
     """Return the program whose b multiplies h_of(its layer, x_BSD)."""
 
@@ -89,13 +102,14 @@ def _watch(answer, num_micro_batches):
     return {
         "adapters after one step": after[0],
         "all ranks have the same a after two steps": all(torch.allclose(copy, copy[:1]) for copy in copies),
-        "adapters after two steps": after[1],
+        "what the second step changed": {name: param - after[0][name] for name, param in after[1].items()},
     }
 
 
 WRONG = {
     "after one step all is right; after two, each rank has another a": LoRATensorParallel,
     "all ranks have the same a, but after two steps it moved less than that of one process": {"op": "mean"},
+    "with several micro-batches, earlier sums in a's gradient are summed over the ranks again": _SumsTooOften,
     "the adapters of the last block are right, those of the blocks before it are not": _through(
         lambda layer, x_BSD: copy_in(x_BSD @ layer.a_rD.T, layer.group)
     ),

@@ -44,6 +44,18 @@ class _Seeds(DrawnMoE):
         return super().draw(number)
 
 
+class _SeedsOnce(DrawnMoE):
+    """Seeds by rank behind the router, with a sum: another seed's ranks have the same."""
+
+    begun = False
+
+    def draw(self, number):
+        if not self.begun:
+            torch.manual_seed(self.seed + 1 + self.group.rank())
+        self.begun = True
+        return super().draw(number)
+
+
 class _SeedsRanks(DrawnMoE):
     def __init__(self, *args, seed=0):
         super().__init__(*args, seed=seed + args[-1].rank())
@@ -80,6 +92,10 @@ def _watch(answer, seed):
 
 WRONG = {
     "several experts begin with the same weights": [DrawnMoE, {"seed_of": lambda self, number: self.seed}],
+    "some experts are those of another seed: seed plus number, or plus rank, is also another seed's": [
+        {"seed_of": lambda self, number: self.seed + number},
+        _SeedsOnce,
+    ],
     "ranks have different routers": _SeedsRanks,
     "another seed draws the same experts": {"seed_of": lambda self, number: number},
 }

@@ -41,12 +41,15 @@ class DataAndTensor(TensorParallel):
 class _RowsOfMyPair(DataAndTensor):
     op = "mean"
 
+    def peers(self):
+        return self.dp_group
+
     def my_rows(self, x_BS):
         return x_BS.chunk(self.dp)[self.rank // self.tp]
 
     def update(self):
         for param in self.model.parameters():
-            param.grad = comm.all_reduce(param.grad, self.dp_group, op=self.op)
+            param.grad = comm.all_reduce(param.grad, self.peers(), op=self.op)
         TensorParallel.update(self)
 
 
@@ -71,6 +74,9 @@ WRONG = {
     ],
     "all is right, but every rank computes all rows": {"my_rows": lambda self, x_BS: x_BS},
     "gradients are too long by dp": {"op": "sum"},
+    "gradients are averaged over all ranks, though tp's ranks have those of different parts": {
+        "peers": lambda self: dist.group.WORLD
+    },
 }
 check_data_and_tensor = Exercise(
     _RowsOfMyPair, lambda rng: [(4, rng.choice([1, 2]))], WRONG, _watch, ranks=True, seconds=20.0

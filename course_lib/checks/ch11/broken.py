@@ -62,12 +62,17 @@ def _watch(answer, gpus, tp, pp, cp, seq_len, batch_tokens, step_s):
         "tokens that the GPUs really read in a step": _tokens_read(made, made.accumulation()),
         "tokens of a step that the log counts": made.tokens_of_a_step(),
         "tokens/s/GPU": made.tokens_of_a_gpu(step_s),
+        "copies of the model, dp": made.dp(),
     }
 
 
 WRONG = {
     "the GPUs still read fewer tokens in a step than the batch has": BatchPlan,
     "now the GPUs read more tokens in a step than the batch has": {"dp": lambda plan: max(1, _copies(plan) // plan.cp)},
+    "now dp leaves out another axis, pp or tp": [
+        {"dp": lambda plan: plan.gpus // (plan.tp * plan.cp)},
+        {"dp": lambda plan: plan.gpus // (plan.pp * plan.cp)},
+    ],
     "the GPUs read the batch, but the log counts other tokens": {
         "tokens_of_a_step": lambda plan: plan.accumulation() * plan.seq_len * plan.gpus // (plan.tp * plan.pp)
     },

@@ -1,11 +1,12 @@
 """Table of chapter 12, exercise 8: a broken program, which repeats rows after it was resumed."""
 
 import io
+from pickle import UnpicklingError
 
 import torch
 from torch import nn
 
-from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.core import CheckFailed, fresh_seed, numbers
 from course_lib.checks.table import Exercise
 
 _ROWS = 24
@@ -97,7 +98,13 @@ def _run(answer, rows_ND, stops):
         made.train(stop)
         file = io.BytesIO()
         torch.save(made.state(), file)
-        state = torch.load(io.BytesIO(file.getvalue()))
+        try:
+            state = torch.load(io.BytesIO(file.getvalue()))
+        except UnpicklingError:
+            raise CheckFailed(
+                "a checkpoint holds tensors, numbers, texts, and lists and dicts of them; `state()` also has another "
+                "object, which would run code when it is loaded. A generator's `get_state()` is a tensor"
+            ) from None
     return taken, model.weight.detach()
 
 
