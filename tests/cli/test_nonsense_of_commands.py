@@ -173,7 +173,8 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "pathlib.Path.write_text",
         SITE
         | {"site": "folder to write", "--force": "flag", "--nodes": "size", "--gpus-per-node": "count"}
-        | {"--gres": "name", "--cpus-per-gpu": "size"},
+        | {"--gres": "name", "--cpus-per-gpu": "size", "--memory-gib": "size", "--adapters": "name"}
+        | {"--claim": "name", "--kind": "word"},
     ),
     "cluster check": (
         "",
@@ -192,6 +193,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
             **{"--trace": "size", "--backend": "text", "--steps": "size", "--seq-len": "size", "--seed": "count"},
             **{"--learning-rate": "positive", "--weight-decay": "amount", "--clip-norm": "positive"},
             **{"--warmup": "count", "--compare-every": "count", "--decay": "word", "--precision": "word"},
+            **{"--loss-chunks": "size"},
         },
     ),
 }
