@@ -121,7 +121,7 @@ class ExpertParallel(ModelEngine):
             yield param, (self.groups.expert_dp if param in experts else self.groups.dp).size()
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        return put_together(self.config, super().whole(tensor_of), {}, self.groups.dp)
+        return put_together(self.config, super().whole(tensor_of), {}, self.groups.ep)
 
 
 def build(
