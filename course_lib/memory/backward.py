@@ -108,7 +108,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     stream, kept = part.own_rows * config.d_model * part.r, waiting + (0 if part.is_away else start)
     if stage == 0:
         embed = config.d_model * part.local.vocab_size * part.r * (part.run.lora is None)
-        is_tied = config.tied and len(counts) == 1 and not part.split
+        is_tied = config.tied and config.family != "xlmr" and len(counts) == 1 and not part.split
         sums = 1 + is_tied * (layout.tp == 1)  # with a tied head's, which waits for it: the sum may be a third tensor
         moments.append(Moment("embedding", ("embed", "positions"), kept, 0, stream + embed * sums))
         moments.append(Moment("embedding's gradient", ("embed", "*"), kept, 0, stream, embed))

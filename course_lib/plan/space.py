@@ -119,5 +119,6 @@ def leaner(job: Job, layout: Layout) -> Iterator[Layout]:
     words = job.facts.file.recomputes
     for recompute in words[words.index(layout.recompute) + 1 :][:1]:
         yield replace(layout, recompute=recompute)
-    if layout.sequence_parallel and job.engine == "course":  # others gather again or not: a fact of the engine
+    # others gather again or not, a fact of the engine; with full recomputation a layer is whole at the peak either way
+    if layout.sequence_parallel and job.engine == "course" and layout.recompute != "full":
         yield replace(layout, regather=True)
