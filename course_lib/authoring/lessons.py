@@ -10,7 +10,7 @@ from course_lib.authoring.links import NAVIGATION
 
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 _SHORT_CELL_LINES = 12  # of at least half of the cells
-FEWEST_PICTURES, FEWEST_BREAKS = 5, 4
+FEWEST_BREAKS = 4
 _KOREAN = re.compile("[가-힣]")
 SECTIONS = ("Formula == Run", "In production", "Break it", "True or false?", "Names", "Recap")
 
@@ -63,11 +63,9 @@ def lesson_problems(nb) -> list[str]:
         problems.append(f"cell {longest} has {lines[longest]} lines; a cell has at most {MOST_CELL_LINES}")
     if sum(n <= _SHORT_CELL_LINES for n in lines.values()) * 2 < len(lines):
         problems.append(f"fewer than half of the code cells have at most {_SHORT_CELL_LINES} lines")
-    if pictures < FEWEST_PICTURES:
-        problems.append(f"{pictures} pictures; a lesson has at least {FEWEST_PICTURES}")
+    if not pictures and not any("widget" in tags_of(cell) for cell in cells):
+        problems.append("neither a picture nor a widget; show what answers the lesson's question")
     problems += [f"no section is called {name!r}" for name in SECTIONS if not any(name in line for line in headings)]
-    if not any("widget" in tags_of(cell) for cell in cells):
-        problems.append("no cell is tagged 'widget'; a lesson has one to play with")
     if not any(_KOREAN.search(cell.source) for cell in nb.cells if "Names" in cell.source):
         problems.append("the table of names has no Korean")
     return problems + _folding_problems(nb, cells)
