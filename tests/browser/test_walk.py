@@ -14,15 +14,15 @@ WIDTHS = (1280, 1000)
 # What is wider than its place, so that it has a bar to scroll it sideways; a pixel is for rounding.
 SCROLLED = """(boxes) => boxes.filter(box => box.scrollWidth > box.clientWidth + 1)
     .map(box => `${box.scrollWidth} > ${box.clientWidth}: ${box.innerText.slice(0, 80)}`)"""
-# The four corners of a picture, each as [red, green, blue, alpha]; at the edge a vector picture has parts of pixels.
+# The four corners of a picture, each as [red, green, blue, alpha]; at the edges a vector picture has parts of pixels.
 CORNERS = """async image => {
     await image.decode();
     const canvas = document.createElement('canvas');
     [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
     const context = canvas.getContext('2d');
     context.drawImage(image, 0, 0);
-    const [right, bottom] = [canvas.width - 2, canvas.height - 2];
-    return [[1, 1], [right, 1], [1, bottom], [right, bottom]]
+    const [right, bottom] = [canvas.width - 4, canvas.height - 4];
+    return [[3, 3], [right, 3], [3, bottom], [right, bottom]]
         .map(([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data));
 }"""
 OPEN = ".jp-NotebookPanel:not(.lm-mod-hidden)"  # the tab in front; those opened before it stay
