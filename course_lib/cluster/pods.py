@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from course_lib.cluster.site import Site, layout_of, replaced
+from course_lib.validate import one_of
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "jobset.yaml"
 SLURM_ALONE = ("partition", "account", "gres", "module")
@@ -15,8 +16,9 @@ def jobset(site: Site, what: str = "train") -> str:
 
     A pod is what a node is to Slurm: `site.nodes` pods with `site.gpus_per_node` GPUs each.
 
-    Raises   ValueError for what only Slurm has
+    Raises   ValueError for what only Slurm has, or another word
     """
+    one_of("what", what, ("train", "check"))
     if told := [name for name in SLURM_ALONE if getattr(site, name)]:
         raise ValueError(f"{', '.join(told)}: Slurm's; pods are given container, claim, memory_gib, adapters")
     pods, ranks = site.nodes, site.gpus_per_node or 2

@@ -36,7 +36,7 @@ COURSE = (
     Chapter(0, "Ranks and\ncollectives", "how ranks talk"),
     Chapter(1, "What fills\none GPU", "bytes of training", (0,)),
     Chapter(2, "Techniques\nfor one GPU", "smaller and faster", (1,)),
-    Chapter(3, "Data\nparallelism", "splits the batch", (0,), "dp"),
+    Chapter(3, "Data\nparallelism", "splits the batch", (0, 1), "dp"),
     Chapter(4, "ZeRO", "splits the states", (0, 1, 3), "dp"),
     Chapter(5, "Tensor\nparallelism", "splits the matrices", (0, 1, 4), "tp"),
     Chapter(6, "Sequence\nparallelism", "cuts what TP leaves", (1, 5), "tp"),

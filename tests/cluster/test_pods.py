@@ -81,7 +81,7 @@ def test_the_commands_of_two_pods_train_together_here(tmp_path):
         for old, new in here.items():
             words = [word.replace(old, new.format(rank=rank)) for word in words]
         out = (tmp_path / f"pod{rank}").open("w")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COURSE_BIND": "lo"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         runs.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment))
     codes = [run.wait(240) for run in runs]
     told = (tmp_path / "pod0").read_text()
