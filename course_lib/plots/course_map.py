@@ -81,18 +81,21 @@ def course_figure():
         for start, end in arrows:
             (x, y), (to_x, to_y), grey = places[start], places[end], "#666666"
             if to_x - x <= _MOST_COLUMNS:
-                draw_arrows(axes, [((x + BOX_WIDTH / 2, y), (to_x - BOX_WIDTH / 2, to_y))], grey)
+                tip = (to_x - BOX_WIDTH / 2, to_y)
+                if to_x - x > 1 and to_y != y:  # to the near edge of the other row, past the box between
+                    tip = (to_x, to_y - BOX_HEIGHT / 2 if to_y > y else to_y + BOX_HEIGHT / 2)
+                draw_arrows(axes, [((x + BOX_WIDTH / 2, y), tip)], grey)
             else:  # around the boxes between them, above the upper row or below the lower one
                 side = -1 if y < 0 else 1
                 ends = [(at, row + side * BOX_HEIGHT / 2) for at, row in ((x, y), (to_x, to_y))]
-                draw_arrows(axes, [ends], grey, connectionstyle=f"arc3,rad={0.3 * side}")
+                draw_arrows(axes, [ends], grey, connectionstyle=f"arc3,rad={0.9 * side / (to_x - x)}")
         for chapter in COURSE:
             x, y = places[chapter.number]
             color = AXIS_COLORS[chapter.axis] if chapter.axis else _PLAIN_COLOR
             corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
             labelled_box(axes, corner, (BOX_WIDTH, BOX_HEIGHT), color, edgecolor="#333333")
-            texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
-            for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
+            texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 6.6, "bold"))
+            for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.2, "normal")):
                 write(axes, x, y + below, text, fontsize=size, weight=weight, color=text_on(color), zorder=4)
         columns, rows = zip(*places.values(), strict=True)
         axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.65, min(rows) - 0.65))
