@@ -12,7 +12,8 @@ quotes.py     numbers in prose that stand in an output above
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
 readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
-__main__.py   fmt, mirrors, exercises, quotes, check, address
+korean.py     the Korean edition, from a catalogue for each notebook
+__main__.py   fmt, mirrors, exercises, quotes, korean, check, korean-status, address
 """
 
 from course_lib.authoring.columns import without_magics
