@@ -1,4 +1,4 @@
-"""`python -m course_lib.authoring fmt | mirrors | exercises | quotes | korean | check | korean-status | address REPOSITORY`; make calls it."""
+"""`python -m course_lib.authoring fmt | mirrors | exercises | quotes | korean | check | korean-status | address`."""
 
 import argparse
 import sys

@@ -1,32 +1,39 @@
-"""The Korean edition, cell by cell: a gettext catalogue for each notebook, and the notebooks that the catalogues give.
+"""The Korean edition: a gettext catalogue for each notebook and one for the package, and the notebooks that they give.
 
 `ko/locale/notebooks/05_tensor_parallel.po` has an entry for each markdown cell of that notebook and for each
 comment of its code; `msgctxt` is the cell's id. Code, outputs, tags and ids stay those of the English notebook.
-A text whose English changed is English again, and marked, until its entry is translated anew.
+`course_lib/locale/ko.po` has what the package says to people. A text whose English changed is English again, and
+marked, until its entry is translated anew.
 """
 
+import ast
 import io
 import re
 import tokenize
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import polib
 
-from course_lib.authoring.address import BADGES, add_address
+from course_lib.authoring.address import BADGES, add_address, write_text
 from course_lib.authoring.columns import narrowed, without_magics
 from course_lib.authoring.exercises import exercise_from
 from course_lib.authoring.form import ROOT, notebook_paths, read, write
 from course_lib.authoring.links import NAVIGATION
+from course_lib.language import CATALOGUE
 
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
-NOT_TRANSLATED = "*(아직 번역되지 않았거나 영어 원문이 바뀐 부분입니다.)*"
-LINKS = {"Index": "차례", "Lesson": "레슨", "Chapter": "챕터", "Previous": "이전", "Next": "다음"}
-LINKS |= {"In depth": "심화", "Exercises": "연습 문제", "Solutions": "풀이"}
+NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
+LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
-_WORD = re.compile(r"[A-Za-z]{2}")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
+_CODE = re.compile(
+    r"[<>]/?\w+[ >/]|\\|^\s*(def|class|import|from|@) |\n    |\(\?|: \{|;\w"
+)  # markup, patterns, programs
 
 
 def catalogue_path(path: Path, root: Path = ROOT) -> Path:
@@ -41,7 +48,7 @@ def comments_of(source: str) -> list[tuple[range, int, str]]:
     """
     lines, found = source.split("\n"), []
     for token in tokenize.generate_tokens(io.StringIO(without_magics(source)).readline):
-        if token.type != tokenize.COMMENT or _FOR_PROGRAMS.match(token.string) or not _WORD.search(token.string):
+        if token.type != tokenize.COMMENT or _FOR_PROGRAMS.match(token.string):
             continue
         number, column, text = token.start[0] - 1, token.start[1], token.string.lstrip("#").strip()
         alone = not lines[number][:column].strip()
@@ -50,7 +57,7 @@ def comments_of(source: str) -> list[tuple[range, int, str]]:
             found.append((range(before[0].start, number + 1), column, f"{before[2]} {text}"))
         else:
             found.append((range(number, number + 1), column, text))
-    return found
+    return [comment for comment in found if _WORD.search(comment[2])]
 
 
 def _is_alone(lines: list[str], comment: tuple[range, int, str]) -> bool:
@@ -65,12 +72,11 @@ def texts_of(cell) -> list[str]:
 
 
 def updated(path: Path, root: Path = ROOT) -> polib.POFile:
-    """The catalogue of a notebook with an entry for each of its texts; what was translated from other words is fuzzy."""
+    """A notebook's catalogue with an entry for each of its texts; what was translated from other words is fuzzy."""
     place = catalogue_path(path, root)
     known = polib.pofile(str(place)) if place.exists() else polib.POFile()
     by_text = {(entry.msgctxt, entry.msgid): entry for entry in known}
-    new = polib.POFile(wrapwidth=0)
-    new.metadata = {"Language": EDITION, "MIME-Version": "1.0", "Content-Type": "text/plain; charset=utf-8"}
+    new = _empty()
     for cell in read(path).cells:
         for text in dict.fromkeys(texts_of(cell)):
             entry = by_text.get((cell["id"], text))
@@ -83,15 +89,78 @@ def updated(path: Path, root: Path = ROOT) -> polib.POFile:
     return new
 
 
-def missing(path: Path, root: Path = ROOT) -> list[tuple[str, str]]:
-    """Cell ids and texts of a notebook that have no translation, or one of other words."""
-    entries = updated(path, root)
-    return [(entry.msgctxt, entry.msgid) for entry in entries if not entry.translated()]
+@cache
+def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
+    """(file, text) of what the package says to people: sentences and names of two words or more, and panels' labels.
+
+    A value that a text is filled with is `{0}`, `{1}`, ... in it.
+    """
+    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS)}
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] not in SILENT:
+            texts = _Texts()
+            texts.visit(ast.parse(path.read_text(encoding="utf-8")))
+            for text in texts.found:
+                found.setdefault(text, name.as_posix())
+    return [(name, text) for text, name in found.items()]
 
 
-def korean(path: Path, root: Path = ROOT):
-    """The Korean notebook of an English one of notebooks/ or solutions/."""
-    translated = {(entry.msgctxt, entry.msgid): entry.msgstr for entry in updated(path, root) if entry.translated()}
+class _Texts(ast.NodeVisitor):
+    """Collects the texts of a module in its order, without docstrings and what is no text."""
+
+    def __init__(self):
+        self.found: list[str] = []
+        self.labels = 0  # how many calls of Control and Panel stand around: one word is a text there
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # no docstring
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        is_panel = getattr(node.func, "id", "") in ("Control", "Panel")
+        self.labels += is_panel
+        self.generic_visit(node)
+        self.labels -= is_panel
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._add(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        values = [part for part in node.values if isinstance(part, ast.FormattedValue)]
+        names = {value: f"{{{number}}}" for number, value in enumerate(values)}
+        self._add("".join(names.get(part) or part.value for part in node.values))
+        for value in values:
+            self.visit(value.value)
+
+    def _add(self, text: str) -> None:
+        words = len(_WORD.findall(text))
+        if not _CODE.search(text) and ((words > 1 and " " in text.strip()) or (words and self.labels)):
+            self.found.append(text.strip())
+
+
+@cache
+def updated_messages() -> polib.POFile:
+    """The package's catalogue with an entry for each of its texts."""
+    known = {entry.msgid: entry for entry in polib.pofile(str(CATALOGUE))} if CATALOGUE.exists() else {}
+    new = _empty()
+    for name, text in messages():
+        entry = polib.POEntry(msgid=text, msgstr=known[text].msgstr if text in known else "", occurrences=[(name, "")])
+        new.append(entry)
+    return new
+
+
+def _empty() -> polib.POFile:
+    new = polib.POFile(wrapwidth=0)
+    new.metadata = {"Language": EDITION, "MIME-Version": "1.0", "Content-Type": "text/plain; charset=utf-8"}
+    return new
+
+
+def korean(path: Path, catalogue: polib.POFile, root: Path = ROOT):
+    """The Korean notebook of an English one of notebooks/ or solutions/, with the texts of its catalogue."""
+    translated = {(entry.msgctxt, entry.msgid): entry.msgstr for entry in catalogue if entry.translated()}
+    said = {entry.msgid: entry.msgstr or entry.msgid for entry in updated_messages()}
     nb = read(path)
     for cell in nb.cells:
 
@@ -99,13 +168,14 @@ def korean(path: Path, root: Path = ROOT):
             return translated.get((name, text))
 
         if cell["id"] in NAVIGATION:
-            cell.source = _LINK.sub(lambda found: f"[{LINKS[found[1]]}{found[2] or ''}]", cell.source)
+            cell.source = _LINK.sub(lambda found: f"[{said[found[1]]}{found[2] or ''}]", cell.source)
         elif cell.cell_type == "code":
             cell.source = narrowed(_with_comments(cell.source, told))
         else:
             (text,) = texts_of(cell)
-            cell.source = told(text) or f"{NOT_TRANSLATED}\n\n{text}"
+            cell.source = told(text) or f"*{said[NOT_TRANSLATED]}*\n\n{text}"
     add_address(nb, root / EDITION / path.parent.name / path.name, root)
+    nb.metadata["course_language"] = EDITION
     return nb
 
 
@@ -118,35 +188,29 @@ def _with_comments(source: str, told: Callable[[str], str | None]) -> str:
     return "\n".join(lines)
 
 
-def write_catalogues(root: Path = ROOT) -> list[Path]:
-    """Give each notebook a catalogue with an entry for each of its texts; returns the catalogues that changed."""
-    changed = []
-    for path in notebook_paths(*FOLDERS, root=root):
-        place, text = catalogue_path(path, root), str(updated(path, root)) + "\n"
-        if not place.exists() or place.read_text(encoding="utf-8") != text:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text, encoding="utf-8")
-            changed.append(place)
-    return changed
-
-
 def write_korean(root: Path = ROOT) -> list[Path]:
-    """Write ko/ from the English notebooks and the catalogues; returns the files that changed."""
-    changed = write_catalogues(root)
+    """Write ko/ and its catalogues from the English notebooks; returns the files that changed."""
+    changed = write_text(f"{updated_messages()}\n", CATALOGUE) if root == ROOT else []
     for path in notebook_paths(*FOLDERS, root=root):
-        nb = korean(path, root)
-        made = {path.parent.name: nb} | ({"exercises": exercise_from(nb)} if path.parent.name == "solutions" else {})
-        for folder, notebook in made.items():
-            place = root / EDITION / folder / path.name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            changed += [place] if write(notebook, place) else []
+        catalogue, place = updated(path, root), catalogue_path(path, root)
+        nb = korean(path, catalogue, root)
+        made = {root / EDITION / path.parent.name / path.name: nb}
+        if path.parent.name == "solutions":
+            exercise = exercise_from(nb)
+            exercise.metadata["course_language"] = EDITION
+            made[root / EDITION / "exercises" / path.name] = exercise
+        for file in (place, *made):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        changed += write_text(f"{catalogue}\n", place) + [file for file in made if write(made[file], file)]
     return changed
 
 
 def status(root: Path = ROOT) -> list[str]:
     """A line for each text that is not in Korean yet: file, cell, its first words."""
-    return [
-        f"{path.parent.name}/{path.name} [{name}]: {text.splitlines()[0][:70]}"
-        for path in notebook_paths(*FOLDERS, root=root)
-        for name, text in missing(path, root)
-    ]
+    lines = [f"course_lib/{one.occurrences[0][0]}: {one.msgid[:70]}" for one in updated_messages() if not one.msgstr]
+    for path in notebook_paths(*FOLDERS, root=root):
+        missing = [entry for entry in updated(path, root) if not entry.translated()]
+        lines += [
+            f"{path.parent.name}/{path.name} [{one.msgctxt}]: {one.msgid.splitlines()[0][:70]}" for one in missing
+        ]
+    return lines

@@ -1,0 +1,144 @@
+"""The language that the package speaks to people: English, or Korean where the catalogue has the words.
+
+`COURSE_LANG=ko`, or a notebook of the Korean edition, asks for Korean. The code is written in English throughout;
+what leaves it for people (a command's lines, an error, a picture's words, a grader's message) goes through `told`.
+`locale/ko.po` has an entry for each text of the package, made by `make korean`: `{0}` in it is a value that the
+text is filled with, and `{0}[이/가]` the particle that agrees with how that value is read.
+"""
+
+import json
+import os
+import re
+import sys
+from functools import cache
+from html import escape, unescape
+from pathlib import Path
+
+CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
+_FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
+_SENTENCE = re.compile(r"(?<=[.!?:;])(\s+)")
+_ENGLISH = re.compile(r"\b[a-z]{2,}\b.*\b[a-z]{2,}\b", re.DOTALL)  # two words: not a value
+_SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
+_ENDS_OPEN = "aeiouyw24579"  # how what ends so is read in Korean: without a final consonant
+
+
+@cache
+def language() -> str:
+    """`ko` where Korean is asked for, else `en`: by COURSE_LANG, else by the notebook that the kernel runs."""
+    if asked := os.environ.get("COURSE_LANG"):
+        return "ko" if asked.lower().startswith("ko") else "en"
+    notebook = Path(os.environ.get("JPY_SESSION_NAME", ""))  # Jupyter's servers name the notebook so
+    if notebook.suffix != ".ipynb" or not notebook.is_file():
+        return "en"
+    try:
+        return json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("course_language", "en")
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OSError,
+    ):  # no notebook that can be read: the edition is not known
+        return "en"
+
+
+def told(text: str) -> str:
+    """A text for people in their language; what the catalogue has not stays English, sentence by sentence."""
+    return text if language() == "en" else _in_korean(text)
+
+
+def told_svg(svg: str) -> str:
+    """A picture with its words in the reader's language."""
+    if language() == "en":
+        return svg
+    return _SVG_TEXT.sub(lambda m: f"{m[1]}{escape(told(unescape(m[3])), quote=False)}{m[4]}", svg)
+
+
+def _in_korean(text: str) -> str:
+    if not re.search("[A-Za-z]{2}", text):
+        return text
+    if (whole := _looked_up(text.strip())) is not None:
+        return text.replace(text.strip(), whole)
+    for pieces in (text.splitlines(keepends=True), _SENTENCE.split(text)):
+        if len(pieces) > 1:
+            return "".join(map(_in_korean, pieces))
+    return text
+
+
+@cache
+def _looked_up(text: str) -> str | None:
+    exact, patterns = _catalogue()
+    if text in exact:
+        return exact[text]
+    for longest, pattern, korean in patterns:
+        if longest in text and (found := pattern.fullmatch(text)):
+            values = [_in_korean(value) if value else "" for value in found.groups()]
+            if not any(
+                value == said and _ENGLISH.search(value) for value, said in zip(found.groups(), values, strict=True)
+            ):
+                return _filled(korean, values)
+    return None
+
+
+def _filled(korean: str, values: list[str]) -> str:
+    return _FIELD.sub(lambda m: values[int(m[1])] + ("" if m[2] is None else m[_particle(values[int(m[1])])]), korean)
+
+
+def _particle(value: str) -> int:
+    """2 for the particle after a final consonant, 3 for that after a vowel."""
+    last = next((letter for letter in reversed(value) if letter.isalnum()), "e")
+    if "가" <= last <= "힣":
+        return 3 if (ord(last) - ord("가")) % 28 == 0 else 2
+    return 3 if last.lower() in _ENDS_OPEN else 2
+
+
+@cache
+def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
+    """Texts without values, and patterns of those with values; the one with most fixed words stands first."""
+    import polib  # what speaks English never needs it
+
+    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(str(CATALOGUE)) if entry.translated()]
+    exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
+    patterns = []
+    for english, korean in entries:
+        if _FIELD.search(english):
+            fixed = re.split(r"\{\d+\}", english)
+            values = [r"([\s\S]*?)" if part.endswith("\n") else "(.*?)" for part in fixed[:-1]]  # of several lines
+            pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
+            patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
+    return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
+
+
+class _Told:
+    """A stream that people read: each line that is written to it is told in their language."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(told(text))
+        return len(text)
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
+def speak() -> None:
+    """Let the command line speak: what is printed from here on is told in the language that is asked for."""
+    if language() != "en":
+        sys.stdout, sys.stderr = _Told(sys.stdout), _Told(sys.stderr)
+
+
+def speak_errors() -> None:
+    """Let errors of a notebook's cells end in the language that is asked for, below their English traceback."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None or language() == "en":
+        return
+
+    def handler(shell, kind, error, traceback, tb_offset: int | None = None) -> None:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (told(error.args[0]), *error.args[1:])
+        shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
+
+    shell.set_custom_exc((Exception,), handler)
