@@ -16,7 +16,7 @@ from pathlib import Path
 
 import polib
 
-from course_lib.authoring.address import BADGES, add_address, write_text
+from course_lib.authoring.address import BADGES, badges, repository, write_text
 from course_lib.authoring.columns import narrowed, without_magics
 from course_lib.authoring.exercises import exercise_from
 from course_lib.authoring.form import ROOT, notebook_paths, read, write
@@ -174,7 +174,8 @@ def korean(path: Path, catalogue: polib.POFile, root: Path = ROOT):
         else:
             (text,) = texts_of(cell)
             cell.source = told(text) or f"*{said[NOT_TRANSLATED]}*\n\n{text}"
-    add_address(nb, root / EDITION / path.parent.name / path.name, root)
+    if address := repository(root):
+        nb.cells[0].source += "\n\n" + badges(address, f"{EDITION}/{path.parent.name}/{path.name}")
     nb.metadata["course_language"] = EDITION
     return nb
 

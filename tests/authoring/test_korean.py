@@ -23,7 +23,8 @@ _LINK, _TAG, _FIELD = re.compile(r"\]\(([^)\s]+)\)"), re.compile(r"</?\w+[^>]*>"
 
 def _glossary() -> list[tuple[str, str]]:
     """(word that is not written, word that is) of the glossary's table."""
-    rows = re.findall(r"^\| .*? \| (.*?) \| .*? \| (.*?) \|$", (ROOT / EDITION / "GLOSSARY.md").read_text("utf-8"), re.M)
+    table = (ROOT / EDITION / "GLOSSARY.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*? \| (.*?) \| .*? \| (.*?) \|$", table, re.M)
     return [(word, written) for written, words in rows[2:] for word in words.split(", ") if word]
 
 
@@ -94,9 +95,9 @@ def test_terms_are_those_of_the_glossary(path):
 
 
 def test_a_cell_whose_english_changed_is_english_again_marked_and_listed(tmp_path):
-    path = tmp_path / "notebooks" / "02a_precision.ipynb"
-    place = catalogue_path(path, tmp_path)
-    for file, source in ((path, NOTEBOOKS[0].parent / path.name), (place, catalogue_path(NOTEBOOKS[0].parent / path.name))):
+    original = ROOT / "notebooks" / "02a_precision.ipynb"
+    path = tmp_path / "notebooks" / original.name
+    for file, source in ((path, original), (catalogue_path(path, tmp_path), catalogue_path(original))):
         file.parent.mkdir(parents=True)
         shutil.copy(source, file)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
