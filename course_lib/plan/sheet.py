@@ -153,9 +153,7 @@ class Sheet:
         Raises   ValueError if the job cannot be trained so, or no layout fits
         """
         one, fastest = work_out(self.choice.job(), layout), search(self.choice.job(), enough=1).fastest
-        said = (
-            f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.room}"
-        )
+        said = f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.room}"
         share = fastest.step_s / one.step_s
         return f"{said} (modelled)\n{share:.0%} of the speed of the fastest of the search, {fastest.layout}"
 
