@@ -1,6 +1,6 @@
 """How much, how fast, does it fit: `estimate(run, cluster, engine)` is the only answer there is.
 
-    estimate.py     Estimate: memory by kind, seconds by what they are spent on, a verdict in three words, error bars
+    estimate.py     Estimate: memory by kind, seconds by what they are spent on, whether there is room, error bars
     memory.py       bytes of an engine's fullest rank: those of memory/, and what waits in the queue of launches
     nearest.py      where nothing fits: how much is missing, and the nearest that would
     table.py        a table of runs in, the same table with estimates out (`course predict`)
