@@ -10,6 +10,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from html import escape, unescape
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
 _SENTENCE = re.compile(r"(?<=[.!?:;])(\s+)")
-_ENGLISH = re.compile(r"\b[a-z]{2,}\b.*\b[a-z]{2,}\b", re.DOTALL)  # two words: not a value
+_ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,}\b[^가-힣]*\b[a-z]{2,}\b[^가-힣]*")  # two words: not a value
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
 _ENDS_OPEN = "aeiouyw24579"  # how what ends so is read in Korean: without a final consonant
 
@@ -40,6 +42,20 @@ def language() -> str:
         OSError,
     ):  # no notebook that can be read: the edition is not known
         return "en"
+
+
+@contextmanager
+def spoken(wanted: str) -> Iterator[None]:
+    """Within the `with` the package speaks that language, whatever is asked for outside."""
+    before = os.environ.get("COURSE_LANG")
+    os.environ["COURSE_LANG"] = wanted
+    language.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("COURSE_LANG")
+        os.environ |= {} if before is None else {"COURSE_LANG": before}
+        language.cache_clear()
 
 
 def told(text: str) -> str:
@@ -74,7 +90,7 @@ def _looked_up(text: str) -> str | None:
         if longest in text and (found := pattern.fullmatch(text)):
             values = [_in_korean(value) if value else "" for value in found.groups()]
             if not any(
-                value == said and _ENGLISH.search(value) for value, said in zip(found.groups(), values, strict=True)
+                value == said and _ENGLISH.fullmatch(value) for value, said in zip(found.groups(), values, strict=True)
             ):
                 return _filled(korean, values)
     return None

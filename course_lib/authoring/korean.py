@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import polib
@@ -21,7 +22,9 @@ from course_lib.authoring.columns import narrowed, without_magics
 from course_lib.authoring.exercises import exercise_from
 from course_lib.authoring.form import ROOT, notebook_paths, read, write
 from course_lib.authoring.links import NAVIGATION
-from course_lib.language import CATALOGUE
+from course_lib.claims import claims_page
+from course_lib.claims.record import ledger
+from course_lib.language import CATALOGUE, spoken
 
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
@@ -31,6 +34,7 @@ _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
+_VALUE = re.compile(r"\{[a-z_][^{}]*\}")
 _CODE = re.compile(
     r"[<>]/?\w+[ >/]|\\|^\s*(def|class|import|from|@) |\n    |\(\?|: \{|;\w"
 )  # markup, patterns, programs
@@ -103,6 +107,9 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
             texts.visit(ast.parse(path.read_text(encoding="utf-8")))
             for text in texts.found:
                 found.setdefault(text, name.as_posix())
+    for claim in ledger():
+        for text in filter(None, (claim.claim, claim.condition, claim.answer, claim.say)):
+            found.setdefault(_numbered(text), "claims/ledger.toml")
     return [(name, text) for text, name in found.items()]
 
 
@@ -125,7 +132,7 @@ class _Texts(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str):
-            self._add(node.value)
+            self._add(_numbered(node.value))
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         values = [part for part in node.values if isinstance(part, ast.FormattedValue)]
@@ -138,6 +145,12 @@ class _Texts(ast.NodeVisitor):
         words = len(_WORD.findall(text))
         if not _CODE.search(text) and ((words > 1 and " " in text.strip()) or (words and self.labels)):
             self.found.append(text.strip())
+
+
+def _numbered(text: str) -> str:
+    """A text that str.format fills, with its values by number: "{peak_gb:.0f} GB" is "{0} GB"."""
+    numbers = count()
+    return _VALUE.sub(lambda _: f"{{{next(numbers)}}}", text)
 
 
 @cache
@@ -192,6 +205,8 @@ def _with_comments(source: str, told: Callable[[str], str | None]) -> str:
 def write_korean(root: Path = ROOT) -> list[Path]:
     """Write ko/ and its catalogues from the English notebooks; returns the files that changed."""
     changed = write_text(f"{updated_messages()}\n", CATALOGUE) if root == ROOT else []
+    with spoken(EDITION):
+        changed += write_text(claims_page(), root / EDITION / "CLAIMS.md")
     for path in notebook_paths(*FOLDERS, root=root):
         catalogue, place = updated(path, root), catalogue_path(path, root)
         nb = korean(path, catalogue, root)
