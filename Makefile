@@ -175,8 +175,7 @@ page: setup build/npm/node_modules/pyodide/package.json  ## build/page: panels, 
 site: setup build/npm/node_modules/mathjax/package.json  ## build/site: lessons, exercises and reference as pages that need no server; with build/page where that is built
 	@$(RUN) -c 'import furo, myst_nb' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,site]"
 	rm -rf build/site
-	$(RUN) -m sphinx -q -E -W --keep-going -c docs/site -d build/site-doctrees . build/site
-	@du -sh build/site
+	@SECONDS=0; $(RUN) -m sphinx -q -E -W --keep-going -c docs/site -d build/site-doctrees . build/site; echo "build/site: $$(du -sm build/site | cut -f 1) MB, built in $$SECONDS s"
 
 cheat-sheet: setup  ## docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales
 	$(RUN) -m course_lib.plots.cheat_sheet docs

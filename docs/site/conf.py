@@ -10,6 +10,7 @@ from elsewhere that fetch more; nbconvert has neither search nor previous and ne
 import ast
 import base64
 import html
+import importlib
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from sphinx import addnodes
 from course_lib.authoring import ROOT, tags_of
 from course_lib.authoring.address import INSTALL, repository
 from course_lib.authoring.links import NAVIGATION, chapters_of
+from course_lib.panels import asked
 
 ADDRESS = repository(ROOT)
 MATHJAX, LIVE = ROOT / "build" / "npm" / "node_modules" / "mathjax" / "es5" / "tex-svg.js", ROOT / "build" / "page"
@@ -105,6 +107,16 @@ def picture(output, name: str, app) -> str | None:
     return f'<div class="picture"><img src="{there}" alt="{words}"{size} loading="lazy"></div>'
 
 
+def live(source: str, docname: str) -> str:
+    """The link from a cell's panel to the same panel on the page that computes, where that is built; else nothing."""
+    found = re.search(r"^from (course_lib\.panels\.\w+) import ([A-Z_]+)$", source, re.MULTILINE)
+    if found is None or not LIVE.is_dir():
+        return ""
+    panel = getattr(importlib.import_module(found[1]), found[2])
+    (place,) = (name for name, listed in asked.PANELS.items() if listed.panel is panel)
+    return f'<p><a href="{"../" * docname.count("/")}page/index.html#{place}">Move its controls in the browser</a></p>'
+
+
 def opened_by(name: str) -> str:
     """The line of links that open a notebook: what the address allows, and the file itself."""
     links = ["{download}`download <" + Path(name).name + ">` for JupyterLab"]
@@ -134,9 +146,13 @@ def notebook_page(nb, docname: str, app):
         cell.metadata["tags"] = tags_of(cell) + [tag for tag, is_hidden in hidden.items() if is_hidden]
         for number, output in enumerate(cell.get("outputs", [])):
             if drawn := picture(output, f"{docname}-{cell.id}-{number}", app):
-                output.data = {"text/html": drawn}
+                output.data = {"text/html": drawn + live(cell.source, docname)}
         cells.append(cell)
     if docname == root_doc:
+        if LIVE.is_dir():
+            cells[
+                1
+            ].source += "\n\n<a href='../page/index.html'>Panels, planner and claims that compute in the browser</a>"
         cells.append(nbformat.v4.new_markdown_cell(contents(Path(app.srcdir)), id="contents"))
     nb.cells = cells
     return nb
@@ -214,6 +230,13 @@ def mend_links(app, doctree) -> None:
         link.replace_self(nodes.reference("", "", *words, refuri=there) if there else words)
 
 
+def for_all_readers(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """What a checker of accessibility finds in what the theme and MyST-NB write: levels and labels."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    context["body"] = context.get("body", "").replace(' aria-label="Toggle hidden content"', "")
+
+
 def finish(app, failed) -> None:
     """The first page at the folder's own address, and the page that computes beside it, where that is built."""
     if failed or app.builder.format != "html":
@@ -230,4 +253,5 @@ def setup(app) -> None:
     app.connect("source-read", read_source)
     app.connect("doctree-read", mend_links, priority=100)  # before Sphinx copies what is linked to
     app.connect("autodoc-process-docstring", as_written)
+    app.connect("html-page-context", for_all_readers, priority=900)  # after the theme
     app.connect("build-finished", finish)

@@ -7,7 +7,7 @@ addEventListener("load", () => {
   };
   follow();
   new MutationObserver(follow).observe(body, { attributeFilter: ["data-theme"] });
-  const reach = () => document.querySelectorAll("pre, .picture, .table-wrapper, .math").forEach((one) => {
+  const reach = () => document.querySelectorAll("pre, .picture, .table-wrapper, .math, article p:has(> img)").forEach((one) => {
     if (one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight) one.tabIndex = 0;
   });
   reach();

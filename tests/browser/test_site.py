@@ -68,15 +68,15 @@ def test_every_link_inside_leads_to_a_file_and_its_place_in_it_and_nothing_is_lo
     lost = []
     for page, found in site.items():
         for link in found.links + found.loads:
-            url = urlsplit(urljoin(f"site:///{page}", link))
-            if url.scheme == "data" or (url.scheme in ("http", "https", "mailto") and link in found.links):
+            url = urlsplit(urljoin(f"http://site/{page}", link))
+            if url.scheme in ("data", "mailto") or (url.netloc != "site" and link in found.links):
                 continue
             path = unquote(url.path).lstrip("/")
             place = unquote(url.fragment)
-            is_there = url.scheme == "site" and (BUILT / path).is_file()
+            is_there = url.netloc == "site" and (BUILT / path).is_file()
             if not is_there or (place and path in site and place not in site[path].names):
                 lost.append((page, link))
-    assert lost == [] and len(site) > 80
+    assert lost == [] and len(site) > 60
 
 
 def test_answers_are_folded_and_predictions_do_not_show_what_was_measured(page, address):
