@@ -18,8 +18,14 @@ from pathlib import Path
 
 CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
-_SENTENCE = re.compile(r"(?<=[.!?:;])(\s+)")
-_ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,}\b[^가-힣]*\b[a-z]{2,}\b[^가-힣]*")  # two words: not a value
+_ENDS = (
+    re.compile(r"(?<=\n)"),
+    re.compile(r"(?<=[.!?]) +"),
+    re.compile(r"(?<=[:;]) +"),
+    re.compile(r"(?<=,) +"),
+)  # of a part
+_VALUE = r"((?:(?![.!?:;] )[^\n])*?)"  # within a sentence; below a line's end of several lines
+_ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,} [a-z]{2,}\b[^가-힣]*")  # words, and no value
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
 _ENDS_OPEN = "aeiouyw24579"  # how what ends so is read in Korean: without a final consonant
 
@@ -71,14 +77,31 @@ def told_svg(svg: str) -> str:
 
 
 def _in_korean(text: str) -> str:
+    """The text whole if the catalogue has it so; else its lines, sentences, clauses: of each the longest run it has."""
     if not re.search("[A-Za-z]{2}", text):
         return text
     if (whole := _looked_up(text.strip())) is not None:
         return text.replace(text.strip(), whole)
-    for pieces in (text.splitlines(keepends=True), _SENTENCE.split(text)):
-        if len(pieces) > 1:
-            return "".join(map(_in_korean, pieces))
+    for end in _ENDS:
+        if len(starts := [0, *(match.end() for match in end.finditer(text.rstrip()))]) > 1:
+            return _by_parts(text, [*starts, len(text)])
     return text
+
+
+def _by_parts(text: str, bounds: list[int]) -> str:
+    told_parts, first = [], 0
+    while first < len(bounds) - 1:
+        for last in range(min(len(bounds) - 1, first + 4), first, -1):
+            part = text[bounds[first] : bounds[last]]
+            if last == first + 1:
+                told_parts.append(_in_korean(part))
+            elif last - first < len(bounds) - 1 and (whole := _looked_up(part.strip())) is not None:
+                told_parts.append(part.replace(part.strip(), whole))
+            else:
+                continue
+            first = last
+            break
+    return "".join(told_parts)
 
 
 @cache
@@ -119,7 +142,7 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     for english, korean in entries:
         if _FIELD.search(english):
             fixed = re.split(r"\{\d+\}", english)
-            values = [r"([\s\S]*?)" if part.endswith("\n") else "(.*?)" for part in fixed[:-1]]  # of several lines
+            values = [r"([\s\S]*?)" if part.endswith("\n") else _VALUE for part in fixed[:-1]]
             pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
             patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]

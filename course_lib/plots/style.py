@@ -188,7 +188,8 @@ def korean_font() -> str | None:
     """The name of a font with Korean letters that matplotlib finds, or None after a sentence that says what to do."""
     there = {font.name for font in fontManager.ttflist}
     if not there & set(KOREAN_FONTS) and (package := find_spec("koreanize_matplotlib")):
-        fontManager.addfont(Path(package.origin).parent / "fonts" / "NanumGothic.ttf")
+        for file in ("NanumGothic.ttf", "NanumGothicBold.ttf"):
+            fontManager.addfont(Path(package.origin).parent / "fonts" / file)
         return "NanumGothic"
     found = next((name for name in KOREAN_FONTS if name in there), None)
     if found is None:
