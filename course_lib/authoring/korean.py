@@ -36,7 +36,7 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
 _VALUE = re.compile(r"\{[a-z_][^{}]*\}")
 _CODE = re.compile(
-    r"[<>]/?\w+[ >/]|\\|^\s*(def|class|import|from|@) |\n    |\(\?|: \{|;\w"
+    r"</?\w+[ >/]|\\|^\s*(def|class|import|from|@) |\n    |\(\?|=\"|\}\{|^svg\."
 )  # markup, patterns, programs
 
 
