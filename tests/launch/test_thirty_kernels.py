@@ -1,0 +1,83 @@
+"""Thirty students on one machine: thirty kernels run a cell with a launch at once, and each has its turn."""
+
+import re
+import time
+
+import pytest
+import warm_kernels
+from jupyter_client.provisioning import local_provisioner
+from jupyter_kernels import Kernel
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.long,
+    pytest.mark.skipif(not warm_kernels.is_possible(), reason="no pidfd, by which a forked kernel is watched"),
+]
+
+STUDENTS, RANKS, MOST = 30, 4, 8
+
+CELL = f"""
+import os, psutil, time
+import torch, torch.distributed as dist
+from course_lib.launch import _bar, launch
+_bar.PATIENCE_S = 0.1  # the sentence is shown to whoever waits, however short
+
+def work():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    time.sleep(0.2)
+    return total.item(), psutil.Process().create_time(), time.time()
+
+for total, start, end in launch(work, {RANKS}):
+    print(total, start, end)
+"""
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """Kernels forked from one process that has imported torch, which share its memory; 8 ranks at once between them."""
+    monkeypatch.setenv("COURSE_LAUNCHES", str(tmp_path / "launches"))
+    monkeypatch.setenv("COURSE_MAX_RANKS", str(MOST))
+    warm = warm_kernels.Warm()
+    monkeypatch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
+    started = []
+    try:
+        started += (Kernel() for _ in range(STUDENTS))
+        yield started
+    finally:
+        for kernel in started:
+            kernel.stop()
+        warm.close()
+
+
+def most_at_once(spans):
+    """How many of the spans (start, end) overlap at the worst moment."""
+    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    alive, most = 0, 0
+    for _, change in changes:
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def said_by(cell):
+    """The texts beside a cell's bar."""
+    contents = [message["content"] for message in cell.messages if message["msg_type"].startswith("comm")]
+    states = [content["data"].get("state", {}) for content in contents]
+    return [state["value"] for state in states if isinstance(state.get("value"), str) and state["value"]]
+
+
+def test_thirty_kernels_that_launch_at_once_all_end_right_and_never_have_more_ranks_than_allowed(kernels):
+    start = time.monotonic()
+    cells = [(kernel, kernel.start(CELL)) for kernel in kernels]
+    cells = [kernel.finish(message, timeout=170) for kernel, message in cells]
+    print(f"{STUDENTS} launches of {RANKS} ranks, {MOST} at once: {time.monotonic() - start:.0f} s")
+    assert [cell.error + cell.err for cell in cells] == [""] * STUDENTS
+    ranks = [tuple(map(float, line.split())) for cell in cells for line in cell.out.splitlines()]
+    assert [total for total, _, _ in ranks] == [RANKS] * (STUDENTS * RANKS)
+    assert RANKS < most_at_once([(start, end) for _, start, end in ranks]) <= MOST
+    waited = [texts for texts in map(said_by, cells) if texts]
+    assert len(waited) > STUDENTS // 2
+    sentence = rf"this launch of {RANKS} ranks waits behind .*'s of {RANKS} ranks \(process \d+, since [\d:]+\)"
+    assert all(re.search(sentence, texts[0]) for texts in waited)
+    assert all(kernel.manager.is_alive() for kernel in kernels)
