@@ -33,7 +33,8 @@ from course_lib.train.options import Options
 _DESCRIPTION = """How large language models are trained on many GPUs.
 
 `course --version` tells the version. `course --max-ranks 8 run 05`, before any command that starts ranks, has at most 8
-run at once on this machine; others wait. COURSE_MAX_RANKS in the environment says the same for a whole site. Completion by the shell: source <(course --tyro-print-completion bash)
+run at once on this machine; others wait. COURSE_MAX_RANKS in the environment says the same for a whole site.
+Completion by the shell: source <(course --tyro-print-completion bash)
 """
 
 

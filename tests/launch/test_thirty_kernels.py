@@ -1,7 +1,9 @@
 """Thirty students on one machine: thirty kernels run a cell with a launch at once, and each has its turn."""
 
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import warm_kernels
@@ -38,15 +40,21 @@ def kernels(monkeypatch, tmp_path):
     """Kernels forked from one process that has imported torch, which share its memory; 8 ranks at once between them."""
     monkeypatch.setenv("COURSE_LAUNCHES", str(tmp_path / "launches"))
     monkeypatch.setenv("COURSE_MAX_RANKS", str(MOST))
-    warm = warm_kernels.Warm()
-    monkeypatch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
-    started = []
+    warm, one_at_a_time = warm_kernels.Warm(), threading.Lock()
+
+    def launch_kernel(*args, **options):
+        with one_at_a_time:
+            return warm.launch_kernel(*args, **options)
+
+    monkeypatch.setattr(local_provisioner, "launch_kernel", launch_kernel)
+    with ThreadPoolExecutor(STUDENTS) as pool:
+        starting = [pool.submit(Kernel) for _ in range(STUDENTS)]
     try:
-        started += (Kernel() for _ in range(STUDENTS))
-        yield started
+        yield [kernel.result() for kernel in starting]
     finally:
-        for kernel in started:
-            kernel.stop()
+        for kernel in starting:
+            if not kernel.exception():
+                kernel.result().stop()
         warm.close()
 
 
