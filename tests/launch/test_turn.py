@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from namespaces import NOBODY, as_another_user
 
 from course_lib.launch import _turn, launch
 from course_lib.launch._turn import take_turn
@@ -197,12 +198,11 @@ with take_turn(6, sys.exit):
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_users_of_one_machine_wait_for_one_another_and_the_kill_of_a_holder_ends_its_turn(folder, tmp_path):
-    for above in (tmp_path, *tmp_path.parents[:2]):
-        above.chmod(0o755)
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", HOLD]
-    nobody = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@as_another_user
+def test_users_of_one_machine_wait_for_one_another_and_the_kill_of_a_holder_ends_its_turn(folder):
+    nobody = subprocess.Popen(
+        [*NOBODY, sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert nobody.stdout.readline() == "in\n"
     (said,) = sentences_until_it_starts(4, then=lambda: (nobody.kill(), nobody.wait()))
     assert f"behind nobody's of 6 ranks (process {nobody.pid}, since" in said
