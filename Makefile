@@ -51,7 +51,7 @@ KERNELS := avx2 default
 NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
-.PHONY: help setup lab page cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
+.PHONY: help setup lab page wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
         edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
@@ -170,6 +170,11 @@ build/npm/node_modules/pyodide/package.json build/npm/node_modules/axe-core/pack
 
 page: setup build/npm/node_modules/pyodide/package.json  ## build/page: panels, planner and claims that compute in a browser; needs npm
 	$(RUN) -m course_lib.web.page build/page --pyodide build/npm/node_modules/pyodide
+
+wheel: setup  ## build/wheel: the whole wheel; build/colab: the one to upload, without notebooks and weights
+	rm -rf build/lib build/wheel build/colab
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(RUN) -m course_lib.authoring.wheel build/wheel/course_lib-*.whl build/colab
 
 cheat-sheet: setup  ## docs/cheat_sheet.svg and .pdf: one page of bytes, FLOPs, messages, bubbles, scales
 	$(RUN) -m course_lib.plots.cheat_sheet docs

@@ -1,4 +1,4 @@
-"""How far estimates are off: fit the clock's eight constants, and write docs/PREDICTOR.md.
+"""How far estimates are off: fit the clock's seven constants, and write docs/PREDICTOR.md.
 
     python benchmarks/errors.py runs.csv --models models.json --fit       # print constants, each model left out once
     python benchmarks/errors.py runs.csv --models models.json --write     # docs/PREDICTOR.md and its pictures
@@ -105,7 +105,7 @@ def _published(row: dict[str, str], models: dict) -> Told:
 
 
 def fit(measured: Sequence[Told], published: Sequence[Told]) -> Rates:
-    """Fit the eight constants to all these runs at once; outliers count little."""
+    """Fit the seven constants to all these runs at once; outliers count little."""
     names = list(RANGES)
     least, most = (np.log([RANGES[name][side] for name in names]) for side in (0, 1))
     told = [*measured, *published]

@@ -17,8 +17,8 @@ if find_spec("course_lib") is None:
 _FROM_ADDRESS = """course = "course-lib@git+{address}"
     get_ipython().run_line_magic("pip", f"install -q {{course}}")"""
 _WITHOUT_ADDRESS = """raise ModuleNotFoundError(
-        "course_lib is not installed here. Upload its wheel (made by `pip wheel "
-        "--no-deps .` in a clone), then run `%pip install ./course_lib-*.whl` here."
+        "course_lib is not installed here. Upload its wheel (`make wheel` in a clone "
+        "writes it), then run `%pip install ./course_lib-*.whl` here."
     )"""
 
 

@@ -8,7 +8,7 @@
     sensitivity.py  which assumption changes a ranking
 
 What differs between engines is data (engines.py). docs/PREDICTOR.md tells how far estimates are off;
-`benchmarks/errors.py` fits the clock's eight constants and writes it.
+`benchmarks/errors.py` fits the clock's seven constants and writes it.
 """
 
 from course_lib.estimate.calibrate import Calibration, calibrate

@@ -226,7 +226,7 @@ def test_stage_3_of_8b_on_512_gpus_waits_where_lesson_04_says_so(network, waits)
     layouts = [Layout(dp=512, zero_stage=3, micro_batch=size) for size in (1, 10)]
     found = [estimate(Run(preset("llama-3.1-8b"), layout, 4096), cluster).seconds_by_part for layout in layouts]
     assert tuple(parts["data"] > 5 * parts["compute"] for parts in found) == waits
-    assert all(wait or parts["data"] == 0 for parts, wait in zip(found, waits, strict=True))
+    assert all(wait or parts["data"] < 0.01 * parts["compute"] for parts, wait in zip(found, waits, strict=True))
 
 
 # ---- beside what was published and measured: the figures of the document
