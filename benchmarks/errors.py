@@ -1,4 +1,4 @@
-"""How far estimates are off: fit the clock's eight constants, and write docs/PREDICTOR.md.
+"""How far estimates are off: fit the clock's seven constants, and write docs/PREDICTOR.md.
 
     python benchmarks/errors.py runs.csv --models models.json --fit       # print constants, each model left out once
     python benchmarks/errors.py runs.csv --models models.json --write     # docs/PREDICTOR.md and its pictures
@@ -105,7 +105,7 @@ def _published(row: dict[str, str], models: dict) -> Told:
 
 
 def fit(measured: Sequence[Told], published: Sequence[Told]) -> Rates:
-    """Fit the eight constants to all these runs at once; outliers count little."""
+    """Fit the seven constants to all these runs at once; outliers count little."""
     names = list(RANGES)
     least, most = (np.log([RANGES[name][side] for name in names]) for side in (0, 1))
     told = [*measured, *published]
@@ -167,7 +167,7 @@ def figures(told: Sequence[Told], found: Sequence[Estimate]) -> dict[str, tuple[
         "first": (float(np.median(first)), min(first)) if first else (float("nan"),) * 2,
         "few": (float(np.mean(few)),),
         "bar": (float(np.mean(inside)), float(np.mean(most)) if most else float("nan")),
-        "fits": (sum(new.may_run for new in found), sum(new.verdict == "fits" for new in found)),
+        "fits": (sum(new.may_run for new in found), sum(new.room == "fits" for new in found)),
     }
 
 
@@ -268,8 +268,8 @@ def _published_line(name: str, pairs: Sequence[tuple[Told, Estimate]]) -> str:
     speed = [new.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu for one, new in pairs]
     memory = [new.logged_bytes / GIB / one.memory_gib for one, new in pairs if one.memory_gib]
     told_memory = f"{percent(quantiles(memory))} ({len(memory)})" if memory else ""
-    verdicts = [sum(new.verdict == verdict for _, new in pairs) for verdict in ("fits", "tight", "does not fit")]
-    return f"| {name} | {len(pairs)} | {percent(quantiles(speed))} | {told_memory} | {', '.join(map(str, verdicts))} |"
+    rooms = [sum(new.room == room for _, new in pairs) for room in ("fits", "tight", "does not fit")]
+    return f"| {name} | {len(pairs)} | {percent(quantiles(speed))} | {told_memory} | {', '.join(map(str, rooms))} |"
 
 
 def rates_lines(rates: Rates) -> list[str]:
@@ -350,7 +350,7 @@ def main(
             speed = new.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu - 1
             memory = f", memory {new.logged_bytes / GIB / one.memory_gib - 1:+.0%}" if one.memory_gib else ""
             what = f"{one.run.config.name:15s}{one.run.seq_len:8d}"
-            print(f"{one.source:28s}{what}  tokens/s {speed:+5.0%}{memory}  {new.verdict}")
+            print(f"{one.source:28s}{what}  tokens/s {speed:+5.0%}{memory}  {new.room}")
         print("\n".join(published_lines(published, [one.estimate() for one in published])))
         return
     measured = read_measured(runs, models)

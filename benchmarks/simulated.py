@@ -104,7 +104,7 @@ def stored_peaks(family: str) -> dict[int, tuple[int, int]]:
 
 
 def figures(family: str) -> tuple[list[float], float]:
-    """How far predicted peaks are off the stored ones, the nearest first; the share with another verdict on 80 GB."""
+    """How far predicted peaks are off the stored ones, the nearest first; the share of which one alone fits 80 GB."""
     peaks = stored_peaks(family)
     runs = random_runs(family, max(peaks) + 1)
     pairs = [(fullest(runs[number])[1], simulated) for number, (_, simulated) in peaks.items()]

@@ -39,11 +39,10 @@ def meets(stated: object, value: object, tolerance: float) -> bool:
             pairs = zip(stated, value, strict=False)
             return len(stated) == len(value) and all(meets(one, each, tolerance) for one, each in pairs)
         return all(meets(stated, each, tolerance) for each in value)
-    if isinstance(stated, str):
-        if bound := BOUND.fullmatch(stated):
-            return _MEETS[bound[1]](value, float(bound[2]))
-        if limits := RANGE.fullmatch(stated):
-            return float(limits[1]) * (1 - tolerance) <= value <= float(limits[2]) * (1 + tolerance)
+    if isinstance(stated, str) and (bound := BOUND.fullmatch(stated)):
+        return _MEETS[bound[1]](value, float(bound[2]))
+    if isinstance(stated, str) and (limits := RANGE.fullmatch(stated)):
+        return float(limits[1]) * (1 - tolerance) <= value <= float(limits[2]) * (1 + tolerance)
     if isinstance(stated, str | bool) or isinstance(value, str | bool):
         return stated == value
     return abs(value - stated) <= tolerance * abs(stated) + 1e-12
@@ -60,9 +59,7 @@ def computed(claim: Claim, arguments: dict) -> dict:
         values = names
     told = [*claim.stated, *TOLD.findall(claim.answer + claim.say)]
     if missing := set(told) - set(values) - {"other"}:
-        raise ValueError(
-            f"{claim.id} states or tells {', '.join(sorted(missing))}, which its computation does not give"
-        )
+        raise ValueError(f"{claim.id} tells {', '.join(sorted(missing))}, which its computation does not give")
     return {name: values[name] for name in dict.fromkeys(told)}
 
 

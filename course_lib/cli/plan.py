@@ -138,7 +138,7 @@ def told(option: Estimate) -> dict:
         "layout": str(option.layout),
         "memory_bytes": option.memory_bytes,
         "usable_bytes": option.usable_bytes,
-        "verdict": option.verdict,
+        "room": option.room,
         "bytes_by_kind": option.bytes_by_kind,
         "seconds_by_part": option.seconds_by_part,
         "step_s": option.step_s,

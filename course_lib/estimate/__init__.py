@@ -1,6 +1,6 @@
 """How much, how fast, does it fit: `estimate(run, cluster, engine)` is the only answer there is.
 
-    estimate.py     Estimate: memory by kind, seconds by what they are spent on, a verdict in three words, error bars
+    estimate.py     Estimate: memory by kind, seconds by what they are spent on, whether there is room, error bars
     memory.py       bytes of an engine's fullest rank: those of memory/, and what waits in the queue of launches
     nearest.py      where nothing fits: how much is missing, and the nearest that would
     table.py        a table of runs in, the same table with estimates out (`course predict`)
@@ -8,7 +8,7 @@
     sensitivity.py  which assumption changes a ranking
 
 What differs between engines is data (engines.py). docs/PREDICTOR.md tells how far estimates are off;
-`benchmarks/errors.py` fits the clock's eight constants and writes it.
+`benchmarks/errors.py` fits the clock's seven constants and writes it.
 """
 
 from course_lib.estimate.calibrate import Calibration, calibrate

@@ -1,7 +1,7 @@
 """estimate(run, cluster, engine): how much, how fast, does it fit, how sure that is, and why. The only answer there is.
 
 Bytes by kind are those of memory/, seconds by part those of the clock (timing/step.py), under the facts of an engine
-(engines.py). Here stands how far such estimates were off, and what follows for the verdict.
+(engines.py). Here stands how far such estimates were off, and whether that leaves room.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Estimate(Checked):
         return sum(self.seconds_by_part.values())
 
     @property
-    def verdict(self) -> str:
+    def room(self) -> str:
         """ "fits", "tight" or "does not fit": by the ends of the error bar."""
         low, high = self.memory_range
         if high <= self.usable_bytes:
@@ -116,7 +116,7 @@ class Estimate(Checked):
     @property
     def may_run(self) -> bool:
         """Whether the lower end of the error bar is within the memory: a run that ran is of these."""
-        return self.verdict != "does not fit"
+        return self.room != "does not fit"
 
     @property
     def tokens_per_s(self) -> float:
@@ -140,10 +140,10 @@ class Estimate(Checked):
         kind = max(self.bytes_by_kind, key=self.bytes_by_kind.get)
         part = max(self.seconds_by_part, key=self.seconds_by_part.get)
         memory, seconds = self.bytes_by_kind[kind] / self.gb, self.seconds_by_part[part]
-        verdict = self.verdict
-        if verdict != "fits":
-            verdict += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
-        why = f"{verdict}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
+        room = self.room
+        if room != "fits":
+            room += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
+        why = f"{room}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
         return f"{why}; {self.note}" if self.note else why
 
     @property

@@ -31,7 +31,7 @@ class Nearest:
         """The change, what it needs and how fast it is."""
         one = self.estimate
         of = f"{one.memory_bytes / GB:.1f} of {one.usable_bytes / GB:.1f} GB"
-        return f"{self.change}: {one.verdict}, {of}, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        return f"{self.change}: {one.room}, {of}, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
 
 
 @checked
@@ -40,7 +40,7 @@ def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", ra
 
     The ways: recomputation, ZeRO, 8-bit Adam, offload, LoRA, QLoRA, shorter sequences, more GPUs.
     """
-    if estimate(run, cluster, engine, rates).verdict == "fits":
+    if estimate(run, cluster, engine, rates).room == "fits":
         return []
     found = []
     for way in (_recomputing, _sharding, _optimizing, _offloading, _adapting, _shortening, _growing):
@@ -49,7 +49,7 @@ def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", ra
                 one = estimate(_changed(run, **changes), cluster, engine, rates)
             except ValueError:  # what cannot be: nothing further this way
                 break
-            if one.verdict == "fits":
+            if one.room == "fits":
                 found.append(Nearest(change, one))
                 break
     return sorted(found, key=lambda one: -one.estimate.tokens_per_s_per_gpu)

@@ -5,7 +5,7 @@ columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are han
                   schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
                 mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
-                the lower end of the error bar does, and "why" tells the verdict in words: fits, tight, does not fit
+                the lower end of the error bar does, and "why" tells it in words: fits, tight, does not fit
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 

@@ -207,7 +207,7 @@ def _layouts_table(lab: Lab, machine: Nodes) -> str:
         megabytes = modelled_sent(lab, layout) / 1e6
         speed = f"{one.step_s * 1e3:,.0f} | {one.tokens_per_s_per_gpu:,.0f} ({slow:,.0f} to {fast:,.0f})"
         if one.memory_bytes > one.usable_bytes:  # no speed is told of what is estimated to need more than there is
-            speed = f"{one.verdict} | "
+            speed = f"{one.room} | "
         rows.append(
             f"| `{layout}` | {speed} | {one.memory_bytes / GB:.1f} ({few / GB:.1f} to {most / GB:.1f}) | "
             f"{megabytes:,.0f} |"

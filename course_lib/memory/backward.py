@@ -160,7 +160,9 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     waits = part.split and not gathered  # down's gradient is the residual's
     o = 0 if part.split or part.run.lora is not None else config.num_heads * config.value_dim * config.d_model
     out = rows * config.num_heads * config.value_dim * e
-    of_input = []
+    of_input, in_scores = [], in_core
+    if part.run.attention == "standard" and not part.is_away:  # values are free once they were multiplied by scores
+        in_scores -= out + (0 if again or part.split else first["input of o"])
     if config.mla is None and not part.is_away:
         widths = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         left_of_core = left - first["core"] - first["input of o"]
@@ -172,7 +174,7 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
         Moment("second norm", (":mlp", "*"), in_norm, 0, (2 - waits) * stream + _norm_work(part)),
         Moment("output of attention", (":attention", ""), in_core, 0, stream + gathered + out + o * e),
         Moment("o's gradient", (":attention", "o"), in_core, 0, stream + out, o * part.r),
-        Moment("attention", (":attention", "o"), in_core, 0, stream + _core_work(part)),
+        Moment("attention", (":attention", "o"), in_scores, 0, stream + _core_work(part)),
         *of_input,
     ]
 

@@ -50,7 +50,7 @@ def _fit(plan: Plan) -> list[str]:
     few, most = (size / GB for size in best.memory_range)
     return [
         *lines,
-        f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}.",
+        f"   The fullest GPU needs {best.memory_in_words}: {best.room}.",
         f"   Nine in ten such runs needed {few:.1f} to {most:.1f} GB.",
     ]
 
@@ -111,9 +111,9 @@ def changes(best: Estimate, layout) -> str:
 
 @checked
 def options_table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
-    """A line for each layout: memory, verdict, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
+    """A line for each layout: memory, room, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
     there in any case."""
-    lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]
+    lines = ["        GB  room       MFU  tokens/s/GPU  waits most for          layout"]
     for option in options if chosen is None or chosen in options else [*options, chosen]:
         waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in _WORK}
         part = max(waits, key=waits.get)
@@ -121,7 +121,7 @@ def options_table(options: Sequence[Estimate], chosen: Estimate | None = None) -
         waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"
         each = option.tokens_per_s / option.layout.world_size
         lines.append(
-            f"{'->' if option is chosen else '  '}{option.memory_bytes / GB:>8.1f}  {option.verdict:7} "
+            f"{'->' if option is chosen else '  '}{option.memory_bytes / GB:>8.1f}  {option.room:7} "
             f"{option.mfu:>6.1%} {each:>13,.0f}  {waits_for:<22}  {option.layout}"
         )
     return lines

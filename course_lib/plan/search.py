@@ -83,7 +83,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
 # ------------------------------------------------------------------------------------ what stands where
 def ranked_s(option: Estimate) -> float:
     """Seconds of a step by which options are ranked: a tight one ranks below those of nearly its speed."""
-    return option.step_s / (1 - TOLD_APART if option.verdict == "tight" else 1)
+    return option.step_s / (1 - TOLD_APART if option.room == "tight" else 1)
 
 
 def advised(ranked: Sequence[Estimate]) -> Estimate:
@@ -101,7 +101,7 @@ def _complexity(option: Estimate) -> tuple:
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
     extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
     rows = layout.micro_batch / (layout.tp * layout.cp)
-    tight_bytes = option.memory_bytes if option.verdict == "tight" else 0.0
+    tight_bytes = option.memory_bytes if option.room == "tight" else 0.0
     return (tight_bytes, -rows, axes, *extras, option.step_s)
 
 
@@ -310,7 +310,7 @@ def _why(best: Estimate, option: Estimate) -> str:
         return f"does not fit: {option.memory_in_words}"
     share = option.step_s / best.step_s - 1
     if share < 0.0005:
-        tight = ", but tight" if option.verdict == "tight" else ""
+        tight = ", but tight" if option.room == "tight" else ""
         faster = f"{-share:.1%} faster" if share < -0.0005 else "as fast"
         return f"{faster}{tight}: less than a model can tell, and the best is simpler"
     more = {part: seconds - best.seconds_by_part.get(part, 0) for part, seconds in option.seconds_by_part.items()}

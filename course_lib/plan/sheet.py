@@ -26,7 +26,7 @@ from course_lib.shapes import read_model
 from course_lib.traffic import sent
 from course_lib.validate import Checked, Size, checked, read_json, show
 
-_HEAD = f"{'chapter, technique':30}{'holds':>9}  {'verdict':13}{'sends':>10}{'step':>10}  waits"
+_HEAD = f"{'chapter, technique':30}{'holds':>9}  {'room':13}{'sends':>10}{'step':>10}  waits"
 _WAITS = ("tp", "cp", "ep", "bubble", "transfer", "waiting", "data")
 _CUTS_MEMORY = {  # what takes most of a card -> what cuts it
     "parameters": "ZeRO-3 (04), tp (05) or pp (08)",
@@ -95,7 +95,7 @@ class Row:
         share = sum(waits.values()) / one.step_s
         most = f" most for {max(waits, key=waits.get)}" if share >= 0.001 else ""
         return (
-            f"{told:30}{one.memory_bytes / GB:6.1f} GB  {one.verdict:13}{self.sent_bytes / GB:7.1f} GB"
+            f"{told:30}{one.memory_bytes / GB:6.1f} GB  {one.room:13}{self.sent_bytes / GB:7.1f} GB"
             f"{one.step_s:8.2f} s  {share:5.1%}{most}"
         )
 
@@ -153,9 +153,7 @@ class Sheet:
         Raises   ValueError if the job cannot be trained so, or no layout fits
         """
         one, fastest = work_out(self.choice.job(), layout), search(self.choice.job(), enough=1).fastest
-        said = (
-            f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.verdict}"
-        )
+        said = f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.room}"
         share = fastest.step_s / one.step_s
         return f"{said} (modelled)\n{share:.0%} of the speed of the fastest of the search, {fastest.layout}"
 
@@ -183,7 +181,7 @@ def _sent(one: Estimate) -> int:
 def next_step(rows: list[Row]) -> str:
     """One sentence: what is missing where nothing fits yet, else what the fastest that fits waits for most."""
     told = [row for row in rows if row.estimate is not None]
-    fitting = [row for row in told if row.estimate.verdict == "fits"]
+    fitting = [row for row in told if row.estimate.room == "fits"]
     if not fitting:
         nearest = min(told, key=lambda row: row.estimate.memory_bytes)
         sizes = nearest.estimate.bytes_by_kind

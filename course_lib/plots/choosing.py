@@ -8,6 +8,7 @@ from matplotlib.ticker import PercentFormatter
 
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
+from course_lib.layout import Layout
 from course_lib.palette import LIMIT_COLOR, OKABE_ITO
 from course_lib.panels.svg import bars
 from course_lib.plan.measured import MeasuredRun
@@ -32,7 +33,7 @@ def show_options(options: Sequence[Estimate]) -> None:
 
 
 @checked
-def cut_name(layout) -> str:
+def cut_name(layout: Layout) -> str:
     """Return a layout in a few words: its axes, its ZeRO stage, its micro-batch."""
     axes = " ".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep"))
     kept = " ".join(word for word in axes.split() if word[2:] != "1")

@@ -17,7 +17,7 @@ from course_lib.timing.layer import Case, known, layer_times
 from course_lib.timing.timelines import Lanes
 from course_lib.traffic import Call, calls, sent_bytes
 from course_lib.units import show_bytes, show_seconds
-from course_lib.validate import checked
+from course_lib.validate import Index, checked
 
 
 @checked
@@ -95,7 +95,7 @@ def block_charts(run: Run, rank: int) -> list[Chart]:
 
 
 @checked
-def show_block(run: Run, rank: int, title: str) -> None:
+def show_block(run: Run, rank: Index, title: str) -> None:
     """Show a block with every collective of all axes, lane by lane; behind a lane the bytes that each call sends."""
     show_charts(title, *block_charts(run, rank))
 

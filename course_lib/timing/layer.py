@@ -319,7 +319,7 @@ def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:
     per_node = ranks_in_a_node(layout, cluster, "tp")
 
     def seconds(call: Call) -> float:
-        return hop_s + network_s(cluster, call.collective, call.payload_bytes, call.group_size, per_node, 1.0)
+        return hop_s + network_s(cluster, call.collective, call.payload_bytes, call.group_size, per_node)
 
     return tuple(sum(call.count * seconds(call) for call in part) for part in _forward_and_backward(listed))
 
@@ -337,14 +337,17 @@ _MEASURED = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 @lru_cache(maxsize=8192)
-def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int, share: float) -> float:
-    """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it."""
+def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int) -> float:
+    """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it.
+
+    A group with few ranks in a node gets no more than their ports let through.
+    """
     nodes = ranks // per_node
     if nodes == 1 or not cluster.between.by_nodes or name not in _MEASURED:
         return collective_s(name, size, ranks, cluster, per_node)
     ports = per_node * cluster.between.achieved_bytes_per_s
     rate = min(cluster.between.achieved_share * measured_bus_bandwidth(nodes, name), ports)
-    return bus_factor(name, ranks) * size / (share * rate)
+    return bus_factor(name, ranks) * size / rate
 
 
 def _exposed_cp_s(case: Case, one: Run, shares: Utilisation) -> float:

@@ -30,14 +30,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "layer_launch_ms": (1.5, 5.0),
     "tp_wait_ms": (0.5, 5.0),
     "tp_hop_ms": (0.02, 1.5),
-    "network_share": (0.3, 1.6),
     "stall_s": (0.1, 2.0),
 }
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The clock's constants: eight are fitted to measured runs, each within its range; two are read off pairs of runs.
+    """The clock's constants: seven are fitted to measured runs, each within its range; two are read off pairs of runs.
 
     matmul_share      of a GPU's dense peak that products of wide matrices with many rows reach (0 to 1)
     half_width        rows, or features, with which products reach half of that
@@ -46,7 +45,6 @@ class Rates:
     tp_wait_ms        milliseconds of a layer's least time more for each rank of tp, where ranks wait for each other:
                       in a pipeline over nodes of a measured network, and on many nodes of it
     tp_hop_ms         milliseconds that a collective of tp waits for each node of a measured network that it goes over
-    network_share     of the bandwidth measured over as many nodes (256 MB in a message) that gradients reach
     stall_s           seconds that a micro-batch waits at each neighbour of a stage, on as many nodes as were measured
 
     fused             of small operations' bytes and launches that are left where they are fused: torchtitan's table 1
@@ -60,7 +58,6 @@ class Rates:
     layer_launch_ms: Amount = 4.107
     tp_wait_ms: Amount = 2.372
     tp_hop_ms: Amount = 0.2851
-    network_share: Amount = 1.212
     stall_s: Amount = 0.5611
     fused: Amount = 0.23
     fp8_gain: Amount = 1.5

@@ -4,7 +4,7 @@
     time = step_time(Run(preset("llama-3.1-405b"), layout, 8192), cluster, engine="megatron")
     time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
-It is a model with eight fitted constants (rates.py); docs/PREDICTOR.md has its errors beside measured and published
+It is a model with seven fitted constants (rates.py); docs/PREDICTOR.md has its errors beside measured and published
 runs. An engine is data (engines.py). What the clock puts together are the models of the chapters:
 
     compute     products: FLOPs at a share of the peak that falls with few rows or narrow matrices, or the time to read

@@ -151,7 +151,7 @@ def test_the_mfu_of_adapters_counts_no_gradients_of_frozen_weights():
     assert flops * 8 * CLUSTER.gpu.bf16_flops == pytest.approx(2 * tokens * matmul_parameters(EIGHT))
 
 
-# ---- the verdict
+# ---- room
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -160,10 +160,10 @@ def test_the_verdict_follows_from_the_ends_of_the_error_bar(name):
         one = estimate(a_run(pp=pp, zero_stage=1), CLUSTER, name)
         low, high = one.memory_range
         assert low <= one.memory_bytes <= high and one.speed_range[0] <= one.tokens_per_s_per_gpu <= one.speed_range[1]
-        for usable, verdict in ((1.01 * high, "fits"), ((low + high) / 2, "tight"), (0.99 * low, "does not fit")):
+        for usable, room in ((1.01 * high, "fits"), ((low + high) / 2, "tight"), (0.99 * low, "does not fit")):
             there = replace(one, usable_bytes=usable)
-            assert there.verdict == verdict and there.may_run == (verdict != "does not fit")
-            assert there.why.startswith(verdict)
+            assert there.room == room and there.may_run == (room != "does not fit")
+            assert there.why.startswith(room)
     with pytest.raises(ValueError, match=r"memory is \(1.1, 1.23\); the estimate must be inside"):
         Spread((1.1, 1.23), (0.8, 1.2))
 
@@ -178,9 +178,7 @@ def test_a_network_widens_the_bar_of_memory_only_for_the_engine_that_was_measure
 
 
 def test_no_published_run_is_said_not_to_fit():
-    wrong = [
-        (one.source, one.run.layout) for one in errors.read_published() if one.estimate().verdict == "does not fit"
-    ]
+    wrong = [(one.source, one.run.layout) for one in errors.read_published() if one.estimate().room == "does not fit"]
     assert not wrong
 
 
@@ -196,7 +194,7 @@ def test_where_nothing_fits_the_nearest_that_would_are_worked_out():
     run = Run(preset("llama-3.1-8b"), Layout(), 8192)
     assert estimate(run, card).missing_bytes > 100e9
     found = nearest(run, card)
-    assert found and all(one.estimate.verdict == "fits" for one in found)
+    assert found and all(one.estimate.room == "fits" for one in found)
     assert all(one.estimate == estimate(one.estimate.run, card) for one in found)
     assert any("GPUs" in one.change for one in found) and any(
         "host" in one.words or "too" in one.words for one in found
@@ -228,7 +226,7 @@ def test_stage_3_of_8b_on_512_gpus_waits_where_lesson_04_says_so(network, waits)
     layouts = [Layout(dp=512, zero_stage=3, micro_batch=size) for size in (1, 10)]
     found = [estimate(Run(preset("llama-3.1-8b"), layout, 4096), cluster).seconds_by_part for layout in layouts]
     assert tuple(parts["data"] > 5 * parts["compute"] for parts in found) == waits
-    assert all(wait or parts["data"] == 0 for parts, wait in zip(found, waits, strict=True))
+    assert all(wait or parts["data"] < 0.01 * parts["compute"] for parts, wait in zip(found, waits, strict=True))
 
 
 # ---- beside what was published and measured: the figures of the document

@@ -160,7 +160,7 @@ def test_a_plan_and_an_estimate_say_the_same_of_each_layout(engine):
     for option in (found.best, *found.ranked, *found.front):
         alone = estimate(job.run(option.layout), H100, engine)
         assert alone.bytes_by_kind == option.bytes_by_kind and alone.seconds_by_part == option.seconds_by_part
-        assert alone.verdict == option.verdict != "does not fit"
+        assert alone.room == option.room != "does not fit"
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_ranked_front_and_rejected_are_what_they_say(tight):
 
 def test_a_tight_layout_ranks_below_those_of_nearly_its_speed():
     found = search(Job(preset("llama-3.1-70b"), H100, 64, 4096, 256 * 4096), 16)
-    tight = [option for option in found.ranked if option.verdict == "tight"]
+    tight = [option for option in found.ranked if option.room == "tight"]
     assert tight and len(tight) < len(found.ranked)
     for option in tight:
         assert ranked_s(option) == option.step_s / (1 - TOLD_APART)
     near = [one for one in found.ranked if ranked_s(one) <= ranked_s(found.ranked[0]) / (1 - TOLD_APART)]
-    assert found.best.verdict == "fits" or all(option.verdict == "tight" for option in near)
+    assert found.best.room == "fits" or all(option.room == "tight" for option in near)
 
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_advised():
@@ -215,7 +215,7 @@ def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_advised():
     faster = [replace(alike[3], seconds_by_part={"compute": 0.96}), *alike]
     assert advised(faster) is faster[0]  # the only one within 3 % of itself
     tight = replace(alike[2], usable_bytes=alike[2].memory_bytes)
-    assert tight.verdict == "tight" and advised([alike[0], tight]) is alike[0]
+    assert tight.room == "tight" and advised([alike[0], tight]) is alike[0]
 
 
 def test_where_the_choice_is_not_the_fastest_it_is_told():

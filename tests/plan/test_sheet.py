@@ -34,7 +34,7 @@ def test_rows_are_what_estimate_and_traffic_say():
             max(sum(sent(told.run, rank).values()) for rank in ranks), rel=1e-9
         )
         assert f"{told.memory_bytes / GB:.1f} GB" in rows[name].line()
-        assert told.verdict in rows[name].line()
+        assert told.room in rows[name].line()
 
 
 def test_a_chapter_adds_its_rows_and_keeps_those_before():
