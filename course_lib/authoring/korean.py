@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import polib
+from nbformat import NotebookNode
 
 from course_lib.authoring.address import BADGES, badges, repository, write_text
 from course_lib.authoring.columns import narrowed, without_magics
@@ -170,8 +171,8 @@ def _empty() -> polib.POFile:
     return new
 
 
-def korean(path: Path, catalogue: polib.POFile, root: Path = ROOT):
-    """The Korean notebook of an English one of notebooks/ or solutions/, with the texts of its catalogue."""
+def korean(path: Path, catalogue: polib.POFile, root: Path = ROOT) -> NotebookNode:
+    """An English notebook of notebooks/ or solutions/ with the texts of its catalogue; its line of links is English."""
     translated = {(entry.msgctxt, entry.msgid): entry.msgstr for entry in catalogue if entry.translated()}
     said = {entry.msgid: entry.msgstr or entry.msgid for entry in updated_messages()}
     nb = read(path)
@@ -180,15 +181,30 @@ def korean(path: Path, catalogue: polib.POFile, root: Path = ROOT):
         def told(text: str, name: str = cell["id"]) -> str | None:
             return translated.get((name, text))
 
-        if cell["id"] in NAVIGATION:
-            cell.source = _LINK.sub(lambda found: f"[{said[found[1]]}{found[2] or ''}]", cell.source)
-        elif cell.cell_type == "code":
+        if cell.cell_type == "code":
             cell.source = narrowed(_with_comments(cell.source, told))
-        else:
+        elif cell["id"] not in NAVIGATION:
             (text,) = texts_of(cell)
             cell.source = told(text) or f"*{said[NOT_TRANSLATED]}*\n\n{text}"
     if address := repository(root):
         nb.cells[0].source += "\n\n" + badges(address, f"{EDITION}/{path.parent.name}/{path.name}")
+    return nb
+
+
+def edition(path: Path, catalogue: polib.POFile, root: Path = ROOT) -> dict[str, NotebookNode]:
+    """Folder of ko/ -> the notebook that is written there: of a solution the exercise too."""
+    nb = korean(path, catalogue, root)
+    made = {path.parent.name: nb} | ({"exercises": exercise_from(nb)} if path.parent.name == "solutions" else {})
+    return {folder: _finished(one) for folder, one in made.items()}
+
+
+def _finished(nb: NotebookNode) -> NotebookNode:
+    """A notebook of the edition with its line of links in Korean, and the mark that a kernel reads."""
+    said = {entry.msgid: entry.msgstr or entry.msgid for entry in updated_messages()}
+    for cell in nb.cells:
+        if cell["id"] in NAVIGATION:
+            line = _LINK.sub(lambda found: f"[{said[found[1]]}{found[2] or ''}]", cell.source)
+            cell.source = line.replace("[한국어](../ko/", "[English](../../")
     nb.metadata["course_language"] = EDITION
     return nb
 
@@ -209,12 +225,7 @@ def write_korean(root: Path = ROOT) -> list[Path]:
         changed += write_text(claims_page(), root / EDITION / "CLAIMS.md")
     for path in notebook_paths(*FOLDERS, root=root):
         catalogue, place = updated(path, root), catalogue_path(path, root)
-        nb = korean(path, catalogue, root)
-        made = {root / EDITION / path.parent.name / path.name: nb}
-        if path.parent.name == "solutions":
-            exercise = exercise_from(nb)
-            exercise.metadata["course_language"] = EDITION
-            made[root / EDITION / "exercises" / path.name] = exercise
+        made = {root / EDITION / name / path.name: nb for name, nb in edition(path, catalogue, root).items()}
         for file in (place, *made):
             file.parent.mkdir(parents=True, exist_ok=True)
         changed += write_text(f"{catalogue}\n", place) + [file for file in made if write(made[file], file)]

@@ -9,9 +9,8 @@ import polib
 import pytest
 
 from course_lib.authoring import without_magics
-from course_lib.authoring.exercises import exercise_from
 from course_lib.authoring.form import ROOT, notebook_paths, read
-from course_lib.authoring.korean import EDITION, FOLDERS, catalogue_path, comments_of, korean, status, updated
+from course_lib.authoring.korean import EDITION, FOLDERS, catalogue_path, comments_of, edition, korean, status, updated
 from course_lib.language import CATALOGUE
 
 NOTEBOOKS = notebook_paths(*FOLDERS)
@@ -50,12 +49,8 @@ def _program(source: str) -> str:
 
 @_by_path(NOTEBOOKS)
 def test_it_is_what_the_catalogues_give(path):
-    nb = korean(path, updated(path))
-    assert read(ROOT / EDITION / path.parent.name / path.name) == nb, "run `make korean`"
-    if path.parent.name == "solutions":
-        exercise = exercise_from(nb)
-        exercise.metadata["course_language"] = EDITION
-        assert read(ROOT / EDITION / "exercises" / path.name) == exercise, "run `make korean`"
+    for folder, nb in edition(path, updated(path)).items():
+        assert read(ROOT / EDITION / folder / path.name) == nb, "run `make korean`"
 
 
 @_by_path(CATALOGUES)
