@@ -222,7 +222,7 @@ def write_korean(root: Path = ROOT) -> list[Path]:
     """Write ko/ and its catalogues from the English notebooks; returns the files that changed."""
     changed = write_text(f"{updated_messages()}\n", CATALOGUE) if root == ROOT else []
     with spoken(EDITION):
-        changed += write_text(claims_page(), root / EDITION / "CLAIMS.md")
+        changed += write_text(claims_page(), root / EDITION / "docs" / "CLAIMS.md")
     for path in notebook_paths(*FOLDERS, root=root):
         catalogue, place = updated(path, root), catalogue_path(path, root)
         made = {root / EDITION / name / path.name: nb for name, nb in edition(path, catalogue, root).items()}

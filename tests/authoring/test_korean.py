@@ -22,7 +22,7 @@ _LINK, _TAG, _FIELD = re.compile(r"\]\(([^)\s]+)\)"), re.compile(r"</?\w+[^>]*>"
 
 def _glossary() -> list[tuple[str, str]]:
     """(word that is not written, word that is) of the glossary's table."""
-    table = (ROOT / EDITION / "GLOSSARY.md").read_text(encoding="utf-8")
+    table = (ROOT / EDITION / "docs" / "GLOSSARY.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*? \| (.*?) \| .*? \| (.*?) \|$", table, re.M)
     return [(word, written) for written, words in rows[2:] for word in words.split(", ") if word]
 
