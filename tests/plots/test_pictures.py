@@ -31,7 +31,7 @@ from course_lib.plots import (
     timeline,
 )
 from course_lib.run import Run
-from course_lib.schedules import Costs, make, simulate
+from course_lib.schedules import Costs
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
