@@ -3,11 +3,10 @@
 More ranks than GPUs share one through gloo; each process has its own allocator, so its peak is its own.
 """
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
+from harness import my_device
 
 from course_lib import model
 from course_lib.config import PRESETS
@@ -25,12 +24,6 @@ ENGINES = {
     "TP": (tensor, {}),
     "TP + SP": (sequence, {"regather": True}),
 }
-
-
-def my_device():
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def tokens_of(config, rows, seq_len, device):
