@@ -27,7 +27,7 @@ _ENDS = (
 _VALUE = r"((?:(?![.!?:;] )[^\n])*?)"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,} [a-z]{2,}\b[^가-힣]*")  # words, and no value
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
-_ENDS_OPEN = "aeiouyw24579"  # how what ends so is read in Korean: without a final consonant
+_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$")  # how words that end so are read: with a final consonant
 
 
 @cache
@@ -91,7 +91,7 @@ def _in_korean(text: str) -> str:
 def _by_parts(text: str, bounds: list[int]) -> str:
     told_parts, first = [], 0
     while first < len(bounds) - 1:
-        for last in range(min(len(bounds) - 1, first + 4), first, -1):
+        for last in range(min(len(bounds) - 1, first + 8), first, -1):
             part = text[bounds[first] : bounds[last]]
             if last == first + 1:
                 told_parts.append(_in_korean(part))
@@ -120,15 +120,21 @@ def _looked_up(text: str) -> str | None:
 
 
 def _filled(korean: str, values: list[str]) -> str:
-    return _FIELD.sub(lambda m: values[int(m[1])] + ("" if m[2] is None else m[_particle(values[int(m[1])])]), korean)
+    def one(field: re.Match) -> str:
+        value = values[int(field[1])]
+        return value + ("" if field[2] is None else field[_particle(value, field[3] == "로")])
+
+    return _FIELD.sub(one, korean)
 
 
-def _particle(value: str) -> int:
-    """2 for the particle after a final consonant, 3 for that after a vowel."""
-    last = next((letter for letter in reversed(value) if letter.isalnum()), "e")
-    if "가" <= last <= "힣":
-        return 3 if (ord(last) - ord("가")) % 28 == 0 else 2
-    return 3 if last.lower() in _ENDS_OPEN else 2
+def _particle(value: str, after_l: bool) -> int:
+    """2 for the particle after a final consonant, 3 for that after a vowel, and of 으로/로 after ㄹ."""
+    value = value.rstrip(" )\"'`")
+    if "가" <= value[-1:] <= "힣":
+        final = (ord(value[-1]) - ord("가")) % 28
+        return 3 if final == 0 or (after_l and final == 8) else 2
+    is_l = re.search(r"[178lL]$|le$", value) is not None
+    return 2 if _CLOSED.search(value) and not (after_l and is_l) else 3
 
 
 @cache

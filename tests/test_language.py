@@ -40,7 +40,7 @@ def _forget():
     "english, korean",
     [
         ("rank 3 was ended by SIGTERM", "rank 3이 SIGTERM으로 끝났습니다"),
-        ("rank 2 was ended by a node", "rank 2가 a node로 끝났습니다"),
+        ("rank 2 was ended by node 7", "rank 2가 node 7로 끝났습니다"),
         ("runs/x holds no checkpoint; save one first", "runs/x에 checkpoint가 없습니다. 먼저 저장하세요"),
         ("Bytes of a rank\n3 of 4 ranks", "rank 하나의 바이트\n4개 rank 중 3개"),
         ("  Bytes of a rank.", "  Bytes of a rank."),  # other words than the catalogue's

@@ -26,7 +26,7 @@ Written by `make fmt` from course_lib/claims/ledger.toml; the numbers are comput
 
 def _verdict_of(claim: Claim) -> str:
     """Return the verdict with its condition, as a sentence: "Right if the score matrices are saved for backward."""
-    return told(f"{_LABELS[claim.verdict]} {claim.condition}".strip() + ".")
+    return f"{told(_LABELS[claim.verdict])} {told(claim.condition) if claim.condition else ''}".strip() + "."
 
 
 def as_lines(claim: Claim) -> str:
