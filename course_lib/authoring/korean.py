@@ -30,6 +30,7 @@ from course_lib.language import CATALOGUE, spoken
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
+WORDS = ("Right", "Wrong", "wrong", "said", "verdict")  # of claims
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
@@ -100,7 +101,7 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
 
     A value that a text is filled with is `{0}`, `{1}`, ... in it.
     """
-    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS)}
+    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS, *WORDS)}
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
         if name.parts[0] not in SILENT:
@@ -110,7 +111,8 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
                 found.setdefault(text, name.as_posix())
     for claim in ledger():
         for text in filter(None, (claim.claim, claim.condition, claim.answer, claim.say)):
-            found.setdefault(_numbered(text), "claims/ledger.toml")
+            if _WORD.search(_VALUE.sub("", text)):
+                found.setdefault(_numbered(text), "claims/ledger.toml")
     return [(name, text) for text, name in found.items()]
 
 
