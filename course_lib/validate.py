@@ -34,6 +34,11 @@ from typing import Annotated, Any, Literal
 LARGEST_SIZE = 2**24  # of what is looped over or allocated: ranks, layers, tokens of a sequence
 _LARGEST = 10**18  # of what is only multiplied: bytes, parameters, tokens of a whole training
 
+PACKAGE_ALONE = (  # said where notebooks or weights are asked for and were not installed
+    "the package is installed alone. `make wheel` in a clone makes the whole wheel, and this installs it: "
+    "pip install --force-reinstall --no-deps build/wheel/course_lib-*.whl"
+)
+
 Check = Callable[[str, Any], None]
 
 # --- one value

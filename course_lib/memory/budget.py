@@ -268,8 +268,6 @@ def _under(run: Run, engine: EngineFacts) -> Run:
     if run.loss_chunks > 1 and not engine.chunked_loss:
         able = ", ".join(name for name, one in ENGINES.items() if one.chunked_loss)
         raise ValueError(f"loss_chunks is {run.loss_chunks}, but {engine.name} has no loss in chunks; {able} have")
-    if run.loss_chunks > 1 and engine.name == "course" and layout.tp > 1:
-        raise ValueError(f"loss_chunks is {run.loss_chunks}, but tp ({layout.tp}) cuts the vocabulary; leave out one")
     if engine.name != "course" and layout.data_size == 1 and run.offload.parameters == "device":
         return replace(run, layout=replace(layout, zero_stage=0))  # there is nobody to shard over
     if engine.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0:

@@ -54,7 +54,7 @@ from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual
 from course_lib.parallel.sequence import MyPositions, ShardedResidual
 from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import copies_of, owned, sharing_of, sum_gradients
-from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy, vocab_to_gradient_
 from course_lib.parallel.whole import put_together
 from course_lib.training.chunked_loss import ChunkedLoss
 from course_lib.training.precision import accumulate_in_fp32
@@ -67,7 +67,7 @@ class FiveD(nn.Module, Engine):
 
     data_engines   of each stage what sums its gradients over data: ZeRO, or with zero_stage 0 buckets; none where the
                    layout gives a stage to one rank alone
-    loss_chunks    head and loss go over this rank's tokens in so many parts; above 1 for tp 1 alone
+    loss_chunks    head and loss go over this rank's tokens in so many parts
     """
 
     loss_chunks = 1
@@ -310,18 +310,26 @@ class CutStageRunner(StageRunner):
 
     def chunked_losses(self, y_Bs: Tensor, x_BsD: Tensor, w_VD: Tensor) -> Tensor:
         """The mean loss of my tokens, once for each of them."""
-        chunk = -(-y_Bs.numel() // self.engine.loss_chunks)
-        return ChunkedLoss.apply(x_BsD.flatten(0, 1), w_VD, y_Bs.flatten(), chunk).expand(y_Bs.shape)
+        chunk, in_pieces = -(-y_Bs.numel() // self.engine.loss_chunks), []
+        if self.engine.layout.tp > 1:
+            x_BsD = self.engine.residual.enter(x_BsD)
+            in_pieces = [partial(vocab_to_gradient_, **self.my_vocabulary())]
+        losses = ChunkedLoss.apply(x_BsD.flatten(0, 1), w_VD, y_Bs.flatten(), chunk, *in_pieces)
+        return losses.expand(y_Bs.shape)
+
+    def my_vocabulary(self) -> dict:
+        """The first token whose logit this rank computes, and who has the others."""
+        group, last = self.engine.groups.tp, str(self.engine.pipeline.num_stages - 1)
+        first, _ = self.engine.stages[last].head.cuts["weight"].start_and_length(group.rank())
+        return {"first": first, "group": group}
 
     def token_losses(self, logits: Tensor, y_BS: Tensor) -> Tensor:
         if self.engine.loss_chunks > 1:
             return logits  # losses already
-        y_Bs, tp_group = self.mine(y_BS), self.engine.groups.tp
-        if tp_group.size() == 1:
+        y_Bs = self.mine(y_BS)
+        if self.engine.layout.tp == 1:
             return super().token_losses(logits, y_Bs)
-        head = self.engine.stages[str(self.engine.pipeline.num_stages - 1)].head
-        first, _ = head.cuts["weight"].start_and_length(tp_group.rank())
-        return vocab_cross_entropy(logits, y_Bs, first, tp_group)
+        return vocab_cross_entropy(logits, y_Bs, **self.my_vocabulary())
 
     def share_of_balancing(self, stage: int, y_BS: Tensor) -> Tensor | None:
         return super().share_of_balancing(stage, self.mine(y_BS))

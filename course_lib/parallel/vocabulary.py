@@ -84,3 +84,20 @@ def vocab_cross_entropy(logits_BSv: Tensor, y_BS: Tensor, first: int, group: Gro
     Bytes    sent per rank: three all-reduces of B S numbers; kept for backward: 4 v per token (the softmax)
     """
     return _VocabCrossEntropy.apply(logits_BSv, y_BS, first, check_group(group, "vocab_cross_entropy"))
+
+
+def vocab_to_gradient_(logits_cv: Tensor, y_c1: Tensor, first: int, group: Group) -> Tensor:
+    """Turn logits in pieces in place into the gradient of their summed cross-entropy, and return that sum.
+
+    With it the loss in chunks (training/chunked_loss.py) is that of a vocabulary over ranks: the gradient of the weight
+    is this rank's piece, that of the input a part of a sum.
+
+    Shapes   logits_cv (in float32 at least), y_c1 -> a sum, equal on all ranks
+    Bytes    sent per rank: three all-reduces of c numbers
+    """
+    is_mine_c1, place_c1 = place_among_mine(y_c1, first, logits_cv.shape[1])
+    largest_c1 = comm.all_reduce(logits_cv.amax(1, keepdim=True), group, op="max")
+    at_target_c1 = comm.all_reduce(logits_cv.gather(1, place_c1) * is_mine_c1, group)
+    total_c1 = comm.all_reduce(logits_cv.sub_(largest_c1).exp_().sum(1, keepdim=True), group)
+    logits_cv.div_(total_c1).scatter_add_(1, place_c1, -is_mine_c1.to(logits_cv.dtype))
+    return (largest_c1 + total_c1.log() - at_target_c1).sum()

@@ -42,7 +42,7 @@ class TrainPlan(TrainSettings):
     compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
     decay: Literal[_DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
-    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory, for tp 1
+    loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory
 
     def __post_init__(self):
         super().__post_init__()

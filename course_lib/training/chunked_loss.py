@@ -9,31 +9,6 @@ from torch import Tensor, nn
 from course_lib.validate import Size, checked
 
 
-class ChunkedLoss(torch.autograd.Function):
-    """Mean cross-entropy of x w^T. Forward makes the gradients of x and w too, chunk by chunk; backward scales them."""
-
-    @staticmethod
-    def forward(ctx, x_TD, w_VD, y_T, chunk):
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        loss, dx_TD = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
-        dw_VD = torch.zeros_like(w_VD, dtype=wide)
-        chunks = [whole.split(chunk) for whole in (x_TD, y_T, dx_TD)]
-        for x_cD, y_c, dx_cD in zip(*chunks, strict=True):
-            p_cV = (x_cD @ w_VD.t()).to(wide)  # logits, and from the next line on their gradient
-            loss += to_gradient_(p_cV, y_c[:, None]) / len(y_T)
-            p_cV = p_cV.div_(len(y_T)).to(x_TD.dtype)
-            torch.mm(p_cV, w_VD, out=dx_cD)
-            add_product_(dw_VD, p_cV.t(), x_cD)
-            del p_cV  # else it is alive while the next chunk is made
-        ctx.save_for_backward(dx_TD, dw_VD)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx_TD, dw_VD = ctx.saved_tensors
-        return dx_TD.mul_(grad), dw_VD.mul_(grad), None, None  # in place: no second copy
-
-
 def to_gradient_(logits_cV, y_c1):
     """Turn logits in place into the gradient of their summed cross-entropy, and return that sum.
 
@@ -51,6 +26,31 @@ def add_product_(sum_VD, left_Vc, right_cD):
         sum_VD.addmm_(left_Vc, right_cD)
     else:
         sum_VD += left_Vc @ right_cD
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of x w^T. Forward makes the gradients of x and w too, chunk by chunk; backward scales them."""
+
+    @staticmethod
+    def forward(ctx, x_TD, w_VD, y_T, chunk, to_gradient_=to_gradient_):
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        loss, dx_TD = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
+        dw_VD = torch.zeros_like(w_VD, dtype=wide)
+        chunks = [whole.split(chunk) for whole in (x_TD, y_T, dx_TD)]
+        for x_cD, y_c, dx_cD in zip(*chunks, strict=True):
+            p_cV = (x_cD @ w_VD.t()).to(wide)  # logits, and from the next line on their gradient
+            loss += to_gradient_(p_cV, y_c[:, None]) / len(y_T)
+            p_cV = p_cV.div_(len(y_T)).to(x_TD.dtype)
+            torch.mm(p_cV, w_VD, out=dx_cD)
+            add_product_(dw_VD, p_cV.t(), x_cD)
+            del p_cV  # else it is alive while the next chunk is made
+        ctx.save_for_backward(dx_TD, dw_VD)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx_TD, dw_VD = ctx.saved_tensors
+        return dx_TD.mul_(grad), dw_VD.mul_(grad), None, None, None  # in place: no second copy
 
 
 @checked(model=object)

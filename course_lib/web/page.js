@@ -1,5 +1,6 @@
 // Controls around the package's panels. All numbers come from worker.js, where Python runs; what is shown first is stored.
-const first = JSON.parse(document.getElementById("first").textContent);
+const stored = await fetch("first.json.packed");
+const first = await new Response(stored.body.pipeThrough(new DecompressionStream("gzip"))).json();
 const main = document.getElementById("main"), state = document.getElementById("state");
 const worker = new Worker("worker.js", { type: "module" });
 const waiting = new Map();
@@ -17,6 +18,8 @@ worker.onmessage = ({ data }) => {
     document.body.dataset.tookMs = data.took_ms.toFixed(1);
     waiting.get(data.number)(data);
     waiting.delete(data.number);
+  } else if (data.warm) {
+    document.body.dataset.warm = performance.now().toFixed(0);
   } else if (data.ready) {
     isReady = true;
     document.body.dataset.ready = performance.now().toFixed(0);

@@ -3,13 +3,15 @@
     python -m course_lib.web.page build/page --pyodide build/npm/node_modules/pyodide
 
 The arithmetic needs no torch (floor 0 of docs/MAP.md), so Pyodide, which is CPython as WebAssembly, runs it as it is.
-Pictures of the start are stored, so that there is something to see before Python has come. Large files travel packed;
-the page unpacks them.
+Pictures of the start are stored, so that there is something to see before Python has come. What is
+large travels packed, and is unpacked there: such files end in .packed, as a server that sees .gz may say so in a
+header, and the browser unpacks once more.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import io
 import json
@@ -25,19 +27,26 @@ from course_lib.claims import claims
 from course_lib.claims.page import NAMES, as_record
 from course_lib.panels.asked import PANELS, described
 
-PAGE = ("page.css", "page.js", "worker.js")
-FROM_NPM = {  # files of npm's package: whether they travel packed
-    "pyodide.mjs": False, "pyodide.asm.mjs": True, "pyodide.asm.wasm": True, "pyodide-lock.json": True,
-}  # fmt: skip
-STDLIB = "python_stdlib.zip"
+PAGE = ("index.html", "page.css", "page.js", "worker.js")
+LOCK, STDLIB = "pyodide-lock.json", "python_stdlib.zip"
+LOADER = "pyodide.mjs"
+FROM_NPM = ("pyodide.asm.mjs", "pyodide.asm.wasm", LOCK)
 # Parts of Python's own library that arithmetic never asks for; a test imports all that the page uses without them.
 LEFT_OUT = (
-    "_pyrepl", "ctypes", "curses", "dbm", "doctest",
-    "email", "ensurepip", "ftplib", "http", "idlelib", "imaplib", "lib2to3", "logging/handlers", "mailbox",
-    "multiprocessing", "nntplib", "pdb", "pickletools", "poplib", "profiling", "pydoc", "smtplib", "sqlite3",
-    "tarfile", "test", "tkinter", "turtle", "unittest", "urllib/request", "venv", "wsgiref", "xml", "xmlrpc",
-    "webbrowser",
+    "_ast_unparse", "_compat_pickle", "_markupbase", "_pydatetime", "_pyio", "_pylong", "_pyrepl", "_strptime",
+    "_sysconfigdata", "argparse", "asyncio/proactor", "asyncio/tools", "asyncio/windows", "bdb", "cProfile",
+    "calendar", "cmd", "code.py", "compileall", "concurrent/futures/process", "concurrent/futures/thread",
+    "concurrent/interpreters", "configparser", "ctypes", "curses", "dbm", "doctest", "email", "encodings",
+    "ensurepip", "filecmp", "fileinput", "ftplib", "getopt", "getpass", "gettext", "graphlib", "gzip", "hmac",
+    "html/parser", "http", "idlelib", "imaplib", "ipaddress", "lib2to3", "logging/config", "logging/handlers",
+    "mailbox", "mimetypes", "modulefinder", "multiprocessing", "netrc", "nntplib", "optparse", "pdb", "pickle",
+    "pkgutil", "platform", "plistlib", "poplib", "profile", "profiling", "pstats", "py_compile", "pyclbr", "pydoc",
+    "pyodide/console", "pyodide/http", "quopri", "rlcompleter", "runpy", "sched", "shelve", "shlex", "smtplib",
+    "socketserver", "sqlite3", "stringprep", "sysconfig", "tabnanny", "tarfile", "test", "timeit", "tkinter",
+    "trace.py", "tracemalloc", "turtle", "unittest", "urllib", "uuid", "venv", "wave", "webbrowser", "wsgiref",
+    "xml", "xmlrpc", "zipapp", "zoneinfo",
 )  # fmt: skip
+KEPT = tuple(f"encodings/{name}" for name in ("__init__", "aliases", "ascii", "cp437", "latin_1", "utf_8"))
 
 
 def floors(doc: str = course_lib.__doc__) -> dict[str, list[str]]:
@@ -59,11 +68,7 @@ def arithmetic(package: Path) -> bytes:
     found = {path: path.relative_to(package.parent) for part in parts for path in _inside(part)}
     of_yaml = Path(yaml.__file__).parent
     found |= {path: path.relative_to(of_yaml.parent) for path in of_yaml.glob("*.py")}
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as into:
-        for path, name in sorted(found.items()):
-            into.writestr(zipfile.ZipInfo(name.as_posix()), path.read_bytes(), zipfile.ZIP_DEFLATED, 9)
-    return packed.getvalue()
+    return _zipped({name.as_posix(): without_words(path) for path, name in sorted(found.items())})
 
 
 def _inside(part: Path) -> list[Path]:
@@ -72,14 +77,31 @@ def _inside(part: Path) -> list[Path]:
     return [path for path in paths if path.suffix in (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch")]
 
 
+def without_words(path: Path) -> bytes:
+    """Return a file; of Python, without comments and docstrings, a quarter of it, which nobody reads there."""
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            node.body[0].value = ast.Constant("")
+    return ast.unparse(tree).encode()
+
+
 def slim(stdlib: bytes) -> bytes:
     """Return Python's library without what the page never asks for."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(stdlib)) as whole, zipfile.ZipFile(packed, "w") as into:
-        for one in whole.infolist():
-            if not one.filename.startswith(LEFT_OUT):
-                into.writestr(one, whole.read(one), zipfile.ZIP_DEFLATED, 9)
-    return packed.getvalue()
+    with zipfile.ZipFile(io.BytesIO(stdlib)) as whole:
+        names = [name for name in whole.namelist() if name.startswith(KEPT) or not name.startswith(LEFT_OUT)]
+        return _zipped({name: whole.read(name) for name in names if not name.endswith("/")})
+
+
+def _zipped(files: dict[str, bytes]) -> bytes:
+    """A zip whose files are stored as they are: packed together they take less than each by itself."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as into:
+        for name, content in files.items():
+            into.writestr(zipfile.ZipInfo(name), content)
+    return written.getvalue()
 
 
 def asked_first() -> dict:
@@ -100,7 +122,7 @@ def write_page(folder: Path, pyodide: Path) -> list[Path]:
     pyodide   npm's package, unpacked
     Raises    ValueError if it lacks a file, or the folder holds something else than a page
     """
-    if missing := [name for name in (*FROM_NPM, STDLIB) if not (pyodide / name).is_file()]:
+    if missing := [name for name in (LOADER, *FROM_NPM, STDLIB) if not (pyodide / name).is_file()]:
         raise ValueError(f"{pyodide} lacks {', '.join(missing)}; give the folder of npm's package pyodide")
     if folder.exists() and any(folder.iterdir()) and not (folder / "worker.js").is_file():
         raise ValueError(f"{folder} holds something else than a page; give an empty folder")
@@ -109,25 +131,20 @@ def write_page(folder: Path, pyodide: Path) -> list[Path]:
     here = files("course_lib.web")
     for name in PAGE:
         (folder / name).write_bytes((here / name).read_bytes())
-    first = json.dumps(asked_first(), ensure_ascii=False).replace(
-        "<", "\\u003c"
-    )  # no tag ends the script that holds it
-    page = (here / "index.html").read_text(encoding="utf-8").replace("@FIRST@", first)
-    (folder / "index.html").write_text(page, encoding="utf-8")
-    (folder / "arithmetic.zip").write_bytes(arithmetic(Path(course_lib.__file__).parent))
-    for name, is_packed in FROM_NPM.items():
-        content = (pyodide / name).read_bytes()
-        _write(folder / "pyodide" / name, content, is_packed)
-    (folder / "pyodide" / STDLIB).write_bytes(slim((pyodide / STDLIB).read_bytes()))
+    shutil.copy(pyodide / LOADER, folder / "pyodide")
+    packed = {"first.json": json.dumps(asked_first(), ensure_ascii=False).encode()}
+    packed["arithmetic.zip"] = arithmetic(Path(course_lib.__file__).parent)
+    packed |= {f"pyodide/{name}": (pyodide / name).read_bytes() for name in FROM_NPM}
+    packed[f"pyodide/{LOCK}"] = _without_packages(packed[f"pyodide/{LOCK}"])
+    packed[f"pyodide/{STDLIB}"] = slim((pyodide / STDLIB).read_bytes())
+    for name, content in packed.items():
+        (folder / f"{name}.packed").write_bytes(gzip.compress(content, 9, mtime=0))
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _write(path: Path, content: bytes, is_packed: bool) -> None:
-    """Packed files end in .packed: a server that sees .gz may say so in a header, and the browser unpacks once more."""
-    if is_packed:
-        path.with_name(f"{path.name}.packed").write_bytes(gzip.compress(content, 9, mtime=0))
-    else:
-        path.write_bytes(content)
+def _without_packages(lock: bytes) -> bytes:
+    """Pyodide's list of packages, of which the page takes none: its head, which loading checks."""
+    return json.dumps({"info": json.loads(lock)["info"], "packages": {}}).encode()
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from course_lib.config import preset
 from course_lib.training.tokenizer import Tokenizer, load_pairs
+from course_lib.validate import PACKAGE_ALONE
 from course_lib.weights.loading import load_whole
 from course_lib.weights.tensor_files import SINGLE
 
@@ -26,6 +27,8 @@ def load_base(folder: str | Path = FOLDER) -> tuple[nn.Module, Tokenizer]:
 
     Raises   ValueError if a file is missing, damaged, a pickle, or of another model
     """
+    if Path(folder) == FOLDER and not (FOLDER / WEIGHTS).exists():
+        raise ValueError(f"the weights of the base model are not here: {PACKAGE_ALONE}")
     return load_whole(folder, preset("speaks"), torch.float32), load_tokenizer(folder)
 
 

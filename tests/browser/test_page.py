@@ -55,6 +55,7 @@ def another(panel) -> dict[str, str]:
 
 def test_every_panel_says_and_draws_what_python_does_and_nothing_else_is_asked_for(page, address):
     opened(page, address)
+    page.wait_for_selector("body[data-warm]", state="attached", timeout=READY_MS)
     took_ms = {}
     for name, listed in asked.PANELS.items():
         words = another(listed.panel)
@@ -87,7 +88,7 @@ def test_a_slider_moves_by_key_and_a_link_restores_what_it_shows(page, address):
 
 
 def test_there_is_a_picture_before_python_has_come_and_without_it(page, address):
-    page.route("**/arithmetic.zip", lambda route: route.abort())
+    page.route("**/arithmetic.zip.packed", lambda route: route.abort())
     page.goto(f"{address}#zero")
     page.wait_for_function("() => document.querySelector('#state').textContent.includes('did not start')")
     assert page.inner_text(".said") == asked.described("zero")["said"] and page.query_selector(".picture svg")

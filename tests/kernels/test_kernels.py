@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.kernels import attention, rows
-from course_lib.kernels.language import HOST
+from course_lib.kernels.language import HOST, jit, tl
 from course_lib.kernels.product import product_by_tiles, sum_lines
 from course_lib.kernels.timed import on_a_gpu
 from course_lib.kernels.traffic import LINE_BYTES, SECTOR_BYTES, KernelTraffic, new
@@ -157,16 +157,27 @@ def test_new_begins_where_a_gpu_s_would(dtype):
     assert not new((3, 5), dtype).any()
 
 
+@jit
+def add(a_ptr, b_ptr, y_ptr, BLOCK: tl.constexpr):
+    """y = a + b."""
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(a_ptr + i) + tl.load(b_ptr + i))
+
+
 @pytest.mark.skipif(HOST != "interpreter", reason="of Triton's interpreter: make test-kernels")
-def test_the_interpreter_is_wrong_in_bf16_as_the_notebook_in_depth_says():
+def test_the_interpreter_adds_wrongly_in_bf16_and_refuses_a_sigmoid_as_the_notebook_in_depth_says():
     a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
-    rows.swiglu_forward[(1,)](a, b, y, 256, 256)
-    assert (y.float() - (F.silu(a) * b).float()).abs().max() > 1
+    add[(1,)](a, b, y, 256)
+    assert not torch.allclose(y, a + b, rtol=1, atol=1)
+    with pytest.raises(Exception, match="Expected dtype .* but got bf16"):
+        rows.swiglu_forward[(1,)](a, b, y, 256, 256)
 
 
 @pytest.mark.skipif(HOST == "interpreter", reason="of our own host")
 def test_our_host_is_right_in_bf16():
     a, b, y = (new((16, 16), torch.bfloat16, seed=seed) for seed in range(3))
+    add[(1,)](a, b, y, 256)
+    assert torch.equal(y, a + b)
     rows.swiglu_forward[(1,)](a, b, y, 256, 256)
     torch.testing.assert_close(y, F.silu(a) * b, rtol=2e-2, atol=1e-2)
 

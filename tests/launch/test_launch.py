@@ -14,7 +14,7 @@ from harness import hang_text
 from course_lib import devices
 from course_lib.devices import choose_backend
 from course_lib.launch import RankError, _bar, _failures, _rank, _watch, launch, progress, report
-from course_lib.launch.launcher import MAX_RANKS
+from course_lib.launch._turn import MOST_RANKS
 from course_lib.launch.limits import slowness
 
 
@@ -119,7 +119,7 @@ def test_an_endless_print_loop_does_not_fill_the_disk(monkeypatch, tmp_path, cap
         ({"world_size": -2}, "world_size is -2"),
         ({"world_size": 2.0}, "world_size is 2.0"),
         ({"world_size": True}, "world_size is True"),
-        ({"world_size": MAX_RANKS + 1}, rf"world_size \({MAX_RANKS + 1}\) must be at most .* use fewer ranks"),
+        ({"world_size": MOST_RANKS + 1}, rf"world_size \({MOST_RANKS + 1}\) must be at most .* use fewer ranks"),
         ({"fn": 3}, "fn must be a function, got 3"),
         ({"timeout": 0}, "timeout is 0; give a finite number above 0 and at most 1e\\+06"),
         ({"timeout": float("nan")}, "timeout is nan"),

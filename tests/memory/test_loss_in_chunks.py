@@ -21,6 +21,11 @@ WIDE = ModelConfig("wide", 2, 128, num_heads=4, num_kv_heads=2, d_ff=384, vocab_
         ("cp=2", "bf16-master"),
         ("pp=2,micro_batches=4", "bf16-master"),
         ("pp=2,micro_batches=4,schedule=zb_h1", "fp32"),
+        ("tp=2", "fp32"),
+        ("tp=2,sequence_parallel=true", "bf16-master"),
+        ("tp=4,sequence_parallel=true,regather=true", "bf16-master-fp32-grads"),
+        ("tp=2,pp=2,micro_batches=4,schedule=zb_h1", "fp32"),
+        ("dp=2,tp=2,zero_stage=3", "bf16-master"),
         ("pp=2,micro_batches=4,schedule=afab", "fp32"),  # every micro-batch in flight keeps the head's gradient
     ],
 )

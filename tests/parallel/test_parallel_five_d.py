@@ -194,11 +194,14 @@ def test_what_cannot_be_combined_says_so_and_why(pair):
 # --- equal to one process
 
 
-IN_CHUNKS = [  # tp cuts the vocabulary already
+IN_CHUNKS = [
     ("tied", "dp=2,zero_stage=3,micro_batches=2,recompute=full"),
     ("llama", "cp=2,micro_batches=2"),
     ("gpt", "pp=2,zero_stage=1,schedule=zb_h1,micro_batches=3"),
     ("experts", "dp=2,ep=2,zero_stage=2,micro_batches=2"),
+    ("llama", "tp=2,micro_batches=2"),
+    ("tied", "tp=2,sequence_parallel=true,recompute=full"),
+    ("gpt", "tp=2,sequence_parallel=true,regather=true,micro_batches=2"),
 ]
 
 

@@ -6,7 +6,9 @@ and is left as it was made: what the wheel's installation added is removed at th
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,19 @@ def run(*command: str | Path, **options) -> str:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this clone in a folder, built from a copy: a build leaves its traces there."""
+    copy = folder / "clone"
+    ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in ("course_lib", "notebooks", "exercises", "solutions"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, copy)
+    (built,) = folder.glob("course_lib-*.whl")
+    return built
 
 
 @dataclass(frozen=True)

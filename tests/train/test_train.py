@@ -265,9 +265,9 @@ def test_with_a_loss_in_chunks_the_trainer_has_the_same_losses_and_needs_less_me
     layout, plan = layout_for("dp=2", BATCH), replace(PLAN, steps=3, precision="fp64")
     chunked = replace(plan, loss_chunks=5)
     runs = [(LLAMA, layout, plan), (LLAMA, layout, chunked), (LLAMA, layout_for("tp=2", BATCH), chunked)]
-    whole, in_chunks, refused = launch(by_each, 2, runs, quiet=True)[0]
-    assert in_chunks.losses == pytest.approx(whole.losses, rel=1e-12)
-    assert refused == "ValueError: loss_chunks is 5, but tp (2) cuts the vocabulary; leave out one"
+    whole, *in_chunks = launch(by_each, 2, runs, quiet=True)[0]
+    for one in in_chunks:
+        assert one.losses == pytest.approx(whole.losses, rel=1e-12)
     config = replace(LLAMA, vocab_size=8192)
     peaks = [budgets(Run(config, layout, 256, loss_chunks=chunks))[0].peak_bytes for chunks in (1, 5)]
     assert peaks[1] < 0.9 * peaks[0]
