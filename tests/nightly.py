@@ -24,7 +24,7 @@ TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
     "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
     "test-processors": (NOTEBOOKS,),
-    "test-browser": ("course_lib/widgets", "course_lib/panels", NOTEBOOKS, "tests/browser"),
+    "test-browser": ("course_lib/widgets", "course_lib/panels", "course_lib/web", NOTEBOOKS, "tests/browser"),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
     "test-kernels": ("course_lib/kernels", "tests/kernels", "notebooks/13a_inside_a_gpu.ipynb"),
