@@ -31,16 +31,19 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, function in commands.items():
         subparsers.add_parser(name, help=function.__doc__.splitlines()[0])
-    subparsers.add_parser("address", help=move_to.__doc__).add_argument(
-        "repository", metavar="https://github.com/owner/name"
-    )
+    address = subparsers.add_parser("address", help=move_to.__doc__)
+    address.add_argument("repository", metavar="https://github.com/owner/name")
+    address.add_argument("--hub", help="a JupyterHub with nbgitpuller, where the site opens notebooks")
     options = parser.parse_args(argv)
     if options.command == "check":
         problems = check()
         print("\n".join(problems) or "every notebook is as it should be")
         return 1 if problems else 0
     try:
-        changed = move_to(options.repository) if options.command == "address" else commands[options.command]()
+        if options.command == "address":
+            changed = move_to(options.repository, hub=options.hub)
+        else:
+            changed = commands[options.command]()
     except ValueError as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from nbformat.v4 import new_code_cell
 INSTALL = "install"  # the id of the first code cell
 _GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
 _BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
+_URLS = re.compile(r"\n*^\[project\.urls\]\n(?:[^\[\n].*\n)*", re.MULTILINE)
 _INSTALL_SOURCE = """# @title Install the course, if this Python does not have it
 from importlib.util import find_spec
 
@@ -22,10 +23,10 @@ _WITHOUT_ADDRESS = """raise ModuleNotFoundError(
     )"""
 
 
-def repository(root: Path) -> str | None:
-    """The address that pyproject.toml names, or None while none is set."""
+def repository(root: Path, named: str = "Repository") -> str | None:
+    """The address that pyproject.toml names, or None while none is set; also that of another thing."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project.get("urls", {}).get("Repository")
+    return project.get("urls", {}).get(named)
 
 
 def install_source(address: str | None) -> str:
@@ -60,20 +61,28 @@ def add_address(nb, path: Path, root: Path) -> None:
     nb.cells.insert(place, new_code_cell(install_source(address), id=INSTALL))
 
 
-def write_address(address: str, root: Path) -> list[Path]:
-    """Write the repository's address into pyproject.toml; returns it if it changed.
+def urls(address: str, hub: str | None = None) -> dict[str, str]:
+    """What `[project.urls]` says of a repository of GitHub: itself, its site, its changes, where faults are told.
+
+    hub    the address of a JupyterHub with nbgitpuller, if there is one: the site then opens notebooks there
+    """
+    owner, name = address.removeprefix("https://github.com/").split("/")
+    named = {"Repository": address, "Documentation": f"https://{owner.lower()}.github.io/{name}/"}
+    named |= {"Changelog": f"{address}/blob/main/docs/CHANGELOG.md", "Issues": f"{address}/issues"}
+    return named | ({"JupyterHub": hub.rstrip("/")} if hub else {})
+
+
+def write_address(address: str, root: Path, hub: str | None = None) -> list[Path]:
+    """Write the repository's address, and what follows from it, into pyproject.toml; returns it if it changed.
 
     Raises   ValueError if the address is not one of GitHub, where the badges lead
     """
     if not _GITHUB.fullmatch(address):
         raise ValueError(f"REPOSITORY ({address!r}) must be https://github.com/owner/name")
-    path, line = root / "pyproject.toml", f'Repository = "{address}"'
-    before = path.read_text(encoding="utf-8")
-    if repository(root):
-        after = re.sub(r'^Repository = ".*"$', line, before, flags=re.MULTILINE)
-    else:
-        after = f"{before.rstrip()}\n\n[project.urls]\n{line}\n"
-    return write_text(after, path)
+    path = root / "pyproject.toml"
+    before = _URLS.sub("\n", path.read_text(encoding="utf-8"))
+    lines = "".join(f'{name} = "{url}"\n' for name, url in urls(address, hub).items())
+    return write_text(f"{before.rstrip()}\n\n[project.urls]\n{lines}", path)
 
 
 def write_text(text: str, path: Path) -> list[Path]:

@@ -78,6 +78,6 @@ def write_exercises(root: Path = ROOT) -> list[Path]:
     return [root / "exercises" / p.name for p in paths if write(exercise_from(read(p)), root / "exercises" / p.name)]
 
 
-def move_to(address: str, root: Path = ROOT) -> list[Path]:
+def move_to(address: str, root: Path = ROOT, hub: str | None = None) -> list[Path]:
     """Make this the course of a GitHub repository: its address, every notebook's install cell, every badge."""
-    return write_address(address, root) + format_notebooks(root) + write_exercises(root)
+    return write_address(address, root, hub) + format_notebooks(root) + write_exercises(root)

@@ -1,5 +1,6 @@
 """The normal form of notebooks, exercises from solutions, and every rule of `notebook_problems` by a planted fault."""
 
+import tomllib
 from types import SimpleNamespace
 
 import nbformat
@@ -372,6 +373,23 @@ def test_the_address_gives_every_notebook_its_badges_and_its_install_cell(root):
     other = "https://github.com/another/copy"
     assert authoring.move_to(other, root) == [root / "pyproject.toml", *notebooks]
     assert not any("their-copy" in path.read_text() for path in (root / "pyproject.toml", *notebooks))
+
+
+def test_the_address_says_where_the_site_the_changes_and_a_hub_are_and_leaves_the_rest_as_it_is(root):
+    path = root / "pyproject.toml"
+    path.write_text(path.read_text() + "\n[project.urls]\nRepository = 'x'\n\n[tool.other]\nline = 1\n")
+    authoring.move_to(ADDRESS, root, hub="https://hub.example.org/")
+    told = tomllib.loads(path.read_text())
+    assert told["tool"]["other"] == {"line": 1} and told["project"]["urls"] == {
+        "Repository": ADDRESS,
+        "Documentation": "https://somebody.github.io/their-copy/",
+        "Changelog": f"{ADDRESS}/blob/main/docs/CHANGELOG.md",
+        "Issues": f"{ADDRESS}/issues",
+        "JupyterHub": "https://hub.example.org",
+    }
+    before = path.read_text()
+    authoring.move_to(ADDRESS, root, hub="https://hub.example.org/")
+    assert path.read_text() == before
 
 
 @pytest.mark.parametrize("address", ["", "owner/name", "https://example.org/owner/name", f"{ADDRESS}/"])

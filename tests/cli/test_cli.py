@@ -231,12 +231,6 @@ def test_no_link_of_a_new_folder_is_dead(tmp_path):
     )
 
 
-def test_new_tells_that_it_cannot_write_into_a_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert cli.main(["new", str(tmp_path / "file" / "below")]) == 2
-    assert capsys.readouterr().err.startswith("course new: folder is")
-
-
 def test_run_finds_the_chapters_of_the_current_folder_first(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     path = notebook(tmp_path / "notebooks")

@@ -84,12 +84,9 @@ def test_the_check_runs_the_check_once_under_the_same_layout():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--partition", "gpu; rm -rf ~"], "partition is 'gpu; rm -rf ~'; give a name of letters"),
-        (["--module", "$(id)"], "module is '$(id)'; give a name of letters"),
         (["--python", "a\nb"], "give a name of letters"),
         (["--gres", "gpu:8", "--gpus-per-node", "8"], "both ask for GPUs: give one of them"),
         (["--gres", "shard:8"], "gres is 'shard:8'; give GPUs as gpu:8 or gpu:h100:8"),
-        (["--nodes", "0"], "nodes is 0; give a whole number from 1"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence_and_nothing_is_written(options, text, tmp_path, capsys):

@@ -9,18 +9,14 @@ import torch
 import torch.distributed as dist
 from harness import one_process
 
-from course_lib import comm, model
-from course_lib.comm import make_groups
+from course_lib import model
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
-from course_lib.layout import Mesh
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.measure import ByteMeter
 from course_lib.model import moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import expert
-from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.traffic.routing import moe_traffic
 
 # d_expert divides by neither 2 nor 4
 EXPERTS = MoeConfig(num_experts=8, top_k=2, d_expert=9)
@@ -171,32 +167,6 @@ def planted():
 # --- a whole step
 
 
-def step_bytes():
-    """What a step sends, by group, beside the routing's traffic and the gradients' sums."""
-    case = Case(2, 4, experts_with(balancing="bias"))
-    whole, batches = built(case), batches_of(case)
-    groups, routings = make_groups(Mesh(dp=4)), []
-    engine = expert.build(whole, groups["dp"], 2)
-    for layer in moe.moe_layers(engine):
-        layer.router.register_forward_hook(lambda router, inputs, routing: routings.append(routing.expert_Tk))
-    axes = {"ep": engine.groups.ep, "expert_dp": engine.groups.expert_dp, "dp": engine.groups.dp}
-    with ByteMeter(axes) as meter:
-        engines.step(engine, batches[dist.get_rank()], engines.make_optimizer(engine), clip_norm=1.0)
-
-    rank, ep_rank = dist.get_rank(), engine.groups.ep.rank()
-    traffic = 0
-    for expert_Tk in routings:
-        both = comm.all_gather_tensors({"expert_Tk": expert_Tk}, engine.groups.ep)
-        both = [of_rank["expert_Tk"] for of_rank in both]
-        traffic += moe_traffic(both, engine.layout, 16, itemsize=8).sent_bytes(ep_rank)
-    sizes = [0, 0]
-    for name, param in engine.named_parameters():
-        sizes[".experts." in name] += param.nbytes
-    dp = ring_all_reduce_bytes(sizes[0], 4, rank, 8)
-    dp += 3 * 16 + 2 * ring_all_reduce_bytes(8, 4, rank, 8) + 2 * ring_all_reduce_bytes(8 * 8, 4, rank, 8)
-    return meter.by_axis, {"ep": traffic, "expert_dp": ring_all_reduce_bytes(sizes[1], 2, rank // 2, 8), "dp": dp}
-
-
 def unequal():
     """Ranks with another number of micro-batches, or no token anywhere: an error on each, before any row is sent."""
     messages = []
@@ -211,7 +181,6 @@ def unequal():
 def the_rest():
     return {
         "planted": planted(),
-        "step bytes": step_bytes(),
         "unequal": unequal(),
     }
 
@@ -227,12 +196,6 @@ def test_planted_mistakes_are_found_where_they_are(rest):
     assert found["summed over other experts"] == {"expert"}
     assert found["summed over the ranks that send each other tokens"] == {"expert"}
     assert "rest" in found["load of one's own rank"]
-
-
-@pytest.mark.exhaustive
-def test_a_step_sends_what_the_routing_and_the_gradients_ask_for(rest):
-    for sent, expected in (rank["step bytes"] for rank in rest):
-        assert sent == expected and min(sent.values()) > 0
 
 
 @pytest.mark.exhaustive

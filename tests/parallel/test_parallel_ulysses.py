@@ -13,7 +13,6 @@ from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import SEQUENCE_SHARDINGS
-from course_lib.measure import ByteMeter
 from course_lib.model import fused_attention
 from course_lib.parallel import context, ulysses
 from course_lib.parallel import engine as engines
@@ -47,11 +46,9 @@ def measure(case):
     config, recompute, attention, options = case
     whole = model.build(config, dtype=torch.float64, recompute=recompute, attention=attention)
     engine = context.build(whole, dist.group.WORLD, method="ulysses", **options)
-    with ByteMeter() as meter:
-        loss = engines.accumulate_gradients(engine, micro_batches())
+    loss = engines.accumulate_gradients(engine, micro_batches())
     reference = one_process(model.build(config, dtype=torch.float64), micro_batches())
-    apart = distance(engines.full_gradients(engine), loss, *reference)
-    return max(apart.values()), meter.calls, meter.by_collective
+    return max(distance(engines.full_gradients(engine), loss, *reference).values())
 
 
 def attention_alone(sequence_sharding):
@@ -104,21 +101,7 @@ def test_attention_of_my_tokens_is_that_of_the_whole_sequence(ranks):
 def test_loss_and_gradients_of_models_equal_one_process(ranks):
     for found in ranks:
         for name in cases_of(len(ranks)):
-            assert found[name][0] < 1e-12, (name, found[name][0])
-
-
-def test_four_all_to_alls_a_layer_in_each_pass_carry_all_but_my_own_share(ranks):
-    size = len(ranks)
-    for name, (config, recompute, _, options) in cases_of(size).items():
-        inner, outer = size // options.get("outer", 1), options.get("outer", 1)
-        N, K = config.num_heads, config.num_kv_heads
-        again = {"none": (0, 0), "selective": (3, N + 2 * K), "full": (4, 2 * N + 2 * K)}[recompute]  # q k v, and out
-        numbers = sum(ROWS) * (S // size) * H * (2 * (2 * N + 2 * K) + again[1])
-        for _, calls, sent in (found[name] for found in ranks):
-            hops = 3 * (outer - 1)  # of the ring: k v, k v again, dk dv
-            assert calls["all_to_all"] == len(ROWS) * LAYERS * (4 + 4 + again[0] + hops)
-            block = 2 * sum(ROWS) * (K // inner) * (S // outer) * H * 8  # of the ring, for my heads
-            assert sent["all_to_all"] == LAYERS * (numbers * 8 * (inner - 1) // inner + hops * block)
+            assert found[name] < 1e-12, (name, found[name])
 
 
 def test_queries_keys_and_values_are_under_way_together(ranks):

@@ -1,0 +1,155 @@
+"""The site: every link leads somewhere, nothing is asked elsewhere; narrow, wide, light, dark, searched, walked."""
+
+import functools
+import http.server
+import runpy
+import threading
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+from course_lib.authoring import ROOT, notebook_paths
+from course_lib.authoring.links import chapters_of
+
+pytestmark = pytest.mark.browser
+
+BUILT, AXE = ROOT / "build" / "site", ROOT / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+LOOKED_AT = (
+    "notebooks/index", "notebooks/04_zero", "exercises/08_pipeline_parallel", "docs/CLAIMS", "docs/site/api",
+)  # fmt: skip
+
+
+class Addresses(HTMLParser):
+    """The addresses that a page links to or loads, and the names by which a place in it is found."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if "src" in given or tag == "link":
+            self.loads.append(given.get("src") or given.get("href"))
+        self.names |= {given[key] for key in ("id", "name") if key in given}
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The built site: its pages by path, read."""
+    if not (BUILT / "index.html").is_file():
+        pytest.skip("no build/site; make site builds it")
+    paths = [path for path in BUILT.rglob("*.html") if "page" not in path.relative_to(BUILT).parts]
+    return {path.relative_to(BUILT).as_posix(): Addresses(path.read_text(encoding="utf-8")) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """The built site on the loopback."""
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=BUILT))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_pages_are_those_of_the_folder_and_an_address_brings_its_buttons(tmp_path, monkeypatch):
+    pytest.importorskip("sphinx", reason="needs Sphinx: make site installs it")
+    conf = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "site" / "conf.py")))
+    for name in ("notebooks/04_zero", "notebooks/04_zero_in_depth", "notebooks/index", "exercises/04_zero"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.ipynb").touch()
+    told = {heading: names for heading, names in conf.pages(tmp_path).items() if names}
+    assert told == {
+        "Lessons": ["notebooks/04_zero.ipynb"],
+        "In depth": ["notebooks/04_zero_in_depth.ipynb"],
+        "Exercises": ["exercises/04_zero.ipynb"],
+    }
+    assert "http" not in conf.opened_by("notebooks/04_zero.ipynb") or conf.ADDRESS
+    monkeypatch.setitem(conf.opened_by.__globals__, "ADDRESS", "https://github.com/owner/name")
+    line = conf.opened_by("notebooks/04_zero.ipynb")
+    assert "(https://colab.research.google.com/github/owner/name/blob/main/notebooks/04_zero.ipynb)" in line
+    assert "[Kaggle](https://www.kaggle.com/" in line and "download" in line
+
+
+def test_every_lesson_and_exercise_has_a_page_and_no_solution_has(site):
+    for path in notebook_paths("notebooks", "exercises"):
+        assert path.relative_to(ROOT).with_suffix(".html").as_posix() in site
+    assert not any("solution" in path.as_posix() for path in BUILT.rglob("*") if "page" not in path.parts)
+
+
+def test_every_link_inside_leads_to_a_file_and_its_place_in_it_and_nothing_is_loaded_from_elsewhere(site):
+    lost = []
+    for page, found in site.items():
+        for link in found.links + found.loads:
+            url = urlsplit(urljoin(f"http://site/{page}", link))
+            if url.scheme in ("data", "mailto") or (url.netloc != "site" and link in found.links):
+                continue
+            path = unquote(url.path).lstrip("/")
+            place = unquote(url.fragment)
+            is_there = url.netloc == "site" and (BUILT / path).is_file()
+            if not is_there or (place and path in site and place not in site[path].names):
+                lost.append((page, link))
+    assert lost == [] and len(site) > 60
+
+
+def test_answers_are_folded_and_predictions_do_not_show_what_was_measured(page, address):
+    page.goto(f"{address}notebooks/04_zero.html")
+    answer = page.locator("details:has-text('the comparison fails') p").first
+    output = page.locator("details.hide .cell_output, details.hide pre").first
+    assert not answer.is_visible() and not output.is_visible()
+    page.locator("summary:has-text('delete the loop with')").click()
+    assert answer.is_visible()
+
+
+def test_previous_and_next_walk_through_the_lessons_in_order(page, address):
+    page.goto(address)
+    page.wait_for_url("**/notebooks/index.html")
+    walked = []
+    for _ in range(4):
+        page.click("a.next-page")
+        page.wait_for_load_state()
+        walked.append(page.url.split("/")[-1].removesuffix(".html"))
+    assert walked == [name.removesuffix(".ipynb") for name in chapters_of(ROOT / "notebooks")][:4]
+    page.click("a.prev-page")
+    page.wait_for_load_state()
+    assert page.url.endswith(f"{walked[-2]}.html")
+
+
+def test_search_finds_reduce_scatter_and_asks_nobody(page, address):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{address}search.html?q=reduce-scatter")
+    page.wait_for_selector("#search-results li a")
+    page.wait_for_function("() => /found|matching/.test(document.querySelector('#search-results').textContent)")
+    hits = page.eval_on_selector_all("#search-results li a", "all => all.map(one => one.href)")
+    assert any("00_ranks_and_collectives" in hit for hit in hits) and len(hits) > 5
+    assert all(url.startswith(address) for url in asked)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_narrow_and_wide_light_and_dark(page, address, scheme, width):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    found = {}
+    for name in LOOKED_AT:
+        page.goto(f"{address}{name}.html")
+        page.wait_for_function("() => !window.MathJax || !document.querySelector('.math:not(:has(mjx-container))')")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        if AXE.is_file():
+            page.evaluate(AXE.read_text(encoding="utf-8"))
+            for one in page.evaluate("async () => (await axe.run()).violations"):
+                if one["impact"] in ("serious", "critical"):
+                    found[name, one["id"]] = [node["html"][:200] for node in one["nodes"][:3]]
+    assert found == {}
+    assert all(url.startswith((address, "data:")) for url in asked)
