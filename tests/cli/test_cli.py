@@ -30,6 +30,15 @@ def machine() -> doctor.Machine:
     return doctor.look_at_machine()
 
 
+def test_a_limit_of_ranks_before_a_command_holds_for_its_launches(monkeypatch, capsys):
+    monkeypatch.setenv("COURSE_MAX_RANKS", "64")  # and so given back at the end
+    for words in (["--max-ranks", "1"], ["--max-ranks=1"]):
+        assert cli.main([*words, "demo"]) == 2
+        assert "a launch of 2 ranks was asked, and at most 1 run" in capsys.readouterr().err
+    assert cli.main(["--max-ranks", "none", "demo"]) == 2
+    assert "course --max-ranks: 'none' is no number of ranks; give a whole number" in capsys.readouterr().err
+
+
 def test_the_doctor_launches_two_ranks_and_tells_what_it_saw(machine, monkeypatch, capsys):
     assert machine.launch_error == "" and machine.launch_s > 0 and machine.launch_backend in ("gloo", "nccl")
     monkeypatch.setattr(doctor, "look_at_machine", lambda: machine)
