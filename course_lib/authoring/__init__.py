@@ -12,6 +12,7 @@ quotes.py     numbers in prose that stand in an output above
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
 readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
+slides.py     a deck of slides for each lesson
 wheel.py      the wheel for Colab: without notebooks and weights
 korean.py     the Korean edition, from a catalogue for each notebook
 __main__.py   fmt, mirrors, exercises, quotes, korean, check, korean-status, address
