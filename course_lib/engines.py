@@ -152,20 +152,17 @@ class EngineFacts(Checked):
     counts_tied_twice: bool = False
 
 
-def _read() -> tuple[dict[str, EngineFacts], dict[str, File]]:
-    """Read engines.toml: the engines, and the files of programs that are no engine of their own here."""
-    told, engines, files = read_toml(Path(__file__).with_name("engines.toml")), {}, {}
-    for name, fields in told["engines"].items():
+def _read() -> dict[str, EngineFacts]:
+    """Read engines.toml."""
+    engines: dict[str, EngineFacts] = {}
+    for name, fields in read_toml(Path(__file__).with_name("engines.toml"))["engines"].items():
         like = engines.get(fields.pop("like", None))
         fields |= {"name": name, "file": File(**fields["file"])}
         engines[name] = replace(like, **fields) if like else EngineFacts(**fields)
-    for name, fields in told["files"].items():
-        like = engines.get(fields.pop("like", None))
-        files[name] = replace(like.file, **fields) if like else File(**fields)
-    return engines, files
+    return engines
 
 
-ENGINES, FILES = _read()
+ENGINES = _read()
 
 
 def engine_of(engine: str | EngineFacts) -> EngineFacts:

@@ -2,10 +2,12 @@
 
 import os
 import sys
+import tempfile
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Two test processes with two threads each on two cores wait for each other: small steps took thirty times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["COURSE_LAUNCHES"] = tempfile.mkdtemp(prefix="launches-")  # what runs beside the tests delays none of them
 # nbformat imports jsonschema, and that a grammar of internet addresses: 3 s of a process, for a check nobody asks for.
 sys.modules["rfc3987_syntax"] = None  # jsonschema goes without it
 

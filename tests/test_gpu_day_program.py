@@ -43,13 +43,12 @@ def test_a_slow_part_is_stopped_with_its_processes_and_what_it_measured_stays(tm
     table = tmp_path / "table.json"
     monkeypatch.setattr(program, "LEAST_S", 0.2)
     monkeypatch.setattr(program, "command", lambda part: [sys.executable, "-c", STUBS[part.name]])
+    slow_s = 25.0  # in which a busy machine imports torch
+    limits = {"good": 60.0, "slow": slow_s, "bad": 60.0}
+    parts = [program.Part(name, (), limit) for name, limit in limits.items()]
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import course_lib.labs.gpu_day"], cwd=ROOT, check=True)
-    slow_s = 10 + 3 * (time.monotonic() - start)  # in which a part begins, however busy the machine is
-    parts = [program.Part(name, (), slow_s) for name in ("good", "slow", "bad")]
-    start = time.monotonic()
-    outcomes = program.run_all(tuple(parts), table, budget_s=3 * slow_s)
-    assert outcomes == ["passed", "stopped", "failed"] and time.monotonic() - start < 3 * slow_s
+    outcomes = program.run_all(tuple(parts), table, budget_s=150)
+    assert outcomes == ["passed", "stopped", "failed"] and time.monotonic() - start < 150
     rows = [(row["part"], row["name"], row["outcome"]) for row in read_rows(table)]
     assert rows == [
         ("good", "one", "measured"), ("good", "the part", "passed"), ("slow", "one", "measured"),
@@ -58,7 +57,7 @@ def test_a_slow_part_is_stopped_with_its_processes_and_what_it_measured_stays(tm
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "987"]]
     assert program.run_all((program.Part("late", (), 60.0),), table, budget_s=0.1) == ["not run"]
     assert read_rows(table)[-1]["reason"] == "no time was left"
-    assert program.run_all((parts[0],), table, budget_s=slow_s) == ["passed"]  # again: in place of its earlier rows
+    assert program.run_all((parts[0],), table, budget_s=60) == ["passed"]  # again: in place of its earlier rows
     assert [row["part"] for row in read_rows(table)] == ["slow", "slow", "bad", "late", "good", "good"]
 
 

@@ -87,10 +87,10 @@ def scores(course: Path) -> dict[tuple[str, str], float]:
     return {(row[assignment], row[student]): float(row[score]) for row in rows[1:]}
 
 
-def exercises(pattern: str) -> int:
-    """How many checks the solutions of these chapters have, a point each."""
-    paths = authoring.ROOT.glob(f"solutions/{pattern}.ipynb")
-    return sum(authoring.is_check_cell(cell) for path in paths for cell in authoring.read(path).cells)
+def points(pattern: str) -> float:
+    """The points of all checks of these chapters' solutions."""
+    cells = [cell for path in authoring.ROOT.glob(f"solutions/{pattern}.ipynb") for cell in authoring.read(path).cells]
+    return sum(cell.metadata.nbgrader.points for cell in cells if authoring.is_check_cell(cell))
 
 
 def test_the_release_hides_every_solution_and_locks_every_check(course):
@@ -108,7 +108,7 @@ def test_the_release_hides_every_solution_and_locks_every_check(course):
 def test_nbgrader_itself_grades_a_chapter_and_a_check_under_another_name_gets_no_point(course):
     nbgrader(course, "autograde", "third", LIMIT)
     found = scores(course)
-    assert [found["third", student] for student in ("right", "untouched", "names")] == [exercises("03_*"), 0.0, 0.0]
+    assert [found["third", student] for student in ("right", "untouched", "names")] == [points("03_*"), 0.0, 0.0]
     assert found["third", "cheat"] > 0  # what a kernel says cannot be trusted, as docs/GRADING.md tells
 
 
@@ -117,8 +117,8 @@ def test_every_chapter_gets_full_points_from_outside_if_right_and_none_if_untouc
     folders, book = (str(course / name) for name in ("release/chapters", "submitted")), str(course / "gradebook.db")
     assert main(["grade", *folders, "--gradebook", book, "--out", str(course / "points.csv")]) == 0
     found = scores(course)
-    every = exercises("*")
-    assert every > 90
+    every = points("*")
+    assert every > 400
     assert [found["chapters", student] for student in ("right", "untouched", "cheat")] == [every, 0.0, 0.0], (
         course / "points.csv"
     ).read_text()

@@ -1,4 +1,4 @@
-"""docs/TEACHING.md tells minutes and checks as the notebooks do."""
+"""docs/TEACHING.md tells minutes, checks and points as the notebooks do, docs/GRADING.md their sums."""
 
 import re
 
@@ -28,12 +28,20 @@ def minutes_of_exercises(path) -> int:
 
 
 @pytest.mark.parametrize("chapter", [f"{number:02}" for number in range(14)])
-def test_the_table_has_the_minutes_and_checks_of_the_notebooks(chapter):
-    lesson, whole, exercises, checks = ROWS[chapter]
+def test_the_table_has_the_minutes_checks_and_points_of_the_notebooks(chapter):
+    lesson, whole, exercises, checks, points = ROWS[chapter]
     lessons = [path for path in (ROOT / "notebooks").glob(f"{chapter}*.ipynb") if "in_depth" not in path.stem]
     told = [re.search(TIME, heading(path)) for path in lessons]
     assert lesson == sum(int(one[1]) for one in told)
     assert whole == sum(int(one[2]) + (int(one[1]) if one[3] else 0) for one in told)
     (solved,) = (ROOT / "solutions").glob(f"{chapter}*.ipynb")
-    assert checks == sum(map(is_check_cell, code_cells(nbformat.read(solved, as_version=4))))
+    cells = code_cells(nbformat.read(solved, as_version=4))
+    assert checks == sum(map(is_check_cell, cells))
+    assert points == sum(cell.metadata.get("nbgrader", {}).get("points", 0) for cell in cells)
     assert exercises == minutes_of_exercises(solved)
+
+
+def test_the_sums_of_checks_and_points_stand_where_a_class_is_graded():
+    text = (ROOT / "docs" / "GRADING.md").read_text(encoding="utf-8")
+    checks, points = (sum(row[column] for row in ROWS.values()) for column in (3, 4))
+    assert f"{len(ROWS)} notebooks, {checks} checks, {points} points" in text

@@ -1,6 +1,7 @@
 """The one form in which a notebook is stored: counts 1..n, readable ids, outputs that stay as they are."""
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CHECK = re.compile(r"^(check_\w+)\(", re.MULTILINE)
+_TIME = re.compile(r"(?m)^\*(\d+)(?: to (\d+))? minutes, (easy|medium|hard)")
+_LEVELS = ("easy", "medium", "hard")
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){0,4}(-[0-9a-f]{12})?")
 _REDRAWN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # a bar that redraws itself leaves its last state, as in nbval
@@ -78,12 +81,12 @@ def normalise(nb):
     nb.cells = [cell for cell in nb.cells if cell.source.strip()]
     graded = any(BEGIN in cell.source for cell in nb.cells)
     taken: set[str] = set()
-    for cell in nb.cells:
+    for cell, points in zip(nb.cells, points_of(nb), strict=True):
         cell.source = cell.source.strip("\n")
         if cell.cell_type == "code":
             cell.source = narrowed(cell.source)
         cell["id"] = _readable_id(cell, taken)
-        cell.metadata = nbformat.from_dict(_cell_metadata(cell, graded))
+        cell.metadata = nbformat.from_dict(_cell_metadata(cell, points if graded else None))
     for count, cell in enumerate(code_cells(nb), start=1):
         cell.execution_count = count
         cell.outputs = _normal_outputs(cell.outputs, count)
@@ -104,7 +107,25 @@ def _readable_id(cell, taken: set[str]) -> str:
     return unique
 
 
-def _cell_metadata(cell, graded: bool) -> dict:
+def points_of(nb) -> list[float]:
+    """Return what each cell of a notebook is worth: 0, or the points of a check cell.
+
+    An exercise has a point for each five minutes that its heading tells (of "40 to 55" the middle, rounded up), one
+    more if it is medium, two more if it is hard. Its checks share them. A check below no such heading has one point.
+    """
+    exercise, exercises = 0, {0: 1.0}
+    checks = []
+    for cell in nb.cells:
+        told = _TIME.search(cell.source) if cell.cell_type == "markdown" else None
+        if told:
+            exercise += 1
+            minutes = (int(told[1]) + int(told[2] or told[1])) / 2
+            exercises[exercise] = math.ceil(minutes / 5) + _LEVELS.index(told[3])
+        checks.append(exercise if is_check_cell(cell) else None)
+    return [0 if one is None else exercises[one] / (checks.count(one) if one else 1) for one in checks]
+
+
+def _cell_metadata(cell, points: float | None) -> dict:
     tags = tags_of(cell)
     metadata: dict = {}
     if tags:
@@ -117,15 +138,16 @@ def _cell_metadata(cell, graded: bool) -> dict:
         metadata["quotes"] = cell.metadata["quotes"]
     if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
         metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
-    if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
-        metadata["nbgrader"] = _nbgrader_metadata(cell["id"], is_check=BEGIN not in cell.source)
+    if points is not None and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
+        metadata["nbgrader"] = _nbgrader_metadata(cell["id"], 0 if BEGIN in cell.source else points)
     return metadata
 
 
-def _nbgrader_metadata(cell_id: str, is_check: bool) -> dict:
+def _nbgrader_metadata(cell_id: str, points: float) -> dict:
+    is_check = points > 0
     metadata = {"grade": is_check, "grade_id": cell_id, "locked": is_check, "schema_version": 3}
     metadata |= {"solution": not is_check, "task": False}
-    return metadata | ({"points": 1} if is_check else {})
+    return metadata | ({"points": int(points) if points == int(points) else points} if is_check else {})
 
 
 def _normal_outputs(outputs, count: int) -> list:

@@ -32,7 +32,9 @@ from course_lib.train.options import Options
 
 _DESCRIPTION = """How large language models are trained on many GPUs.
 
-`course --version` tells the version. Completion by the shell: source <(course --tyro-print-completion bash)
+`course --version` tells the version. `course --max-ranks 8 run 05`, before any command that starts ranks, has at most 8
+run at once on this machine; others wait. COURSE_MAX_RANKS in the environment says the same for a whole site.
+Completion by the shell: source <(course --tyro-print-completion bash)
 """
 
 
@@ -97,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"course {importlib.metadata.version('course-lib')}")
         return 0
     try:
+        argv = _with_limit(argv)
         if not _is_somewhere():
             raise ValueError("the current folder has been removed; cd to one that is there")
         if empty := [word for word in argv if re.fullmatch(r"(--[\w-]+=)?\s*", word)]:
@@ -113,6 +116,17 @@ def main(argv: list[str] | None = None) -> int:
         advice = "; make room, or give a place on another disk" if isinstance(error, OSError) else ""
         print(f"course {argv[0]}: {error}{advice}", file=sys.stderr)
         return 2
+
+
+def _with_limit(argv: list[str]) -> list[str]:
+    """Put what comes before the command, --max-ranks N, where launches of this process and of its kernels read it."""
+    if not argv or argv[0].partition("=")[0] != "--max-ranks":
+        return argv
+    value, rest = (argv[0].partition("=")[2], argv[1:]) if "=" in argv[0] else ("".join(argv[1:2]), argv[2:])
+    if not re.fullmatch("[1-9][0-9]{0,5}", value):
+        raise ValueError(f"{value!r} is no number of ranks; give a whole number of at least 1")
+    os.environ["COURSE_MAX_RANKS"] = value
+    return rest
 
 
 def _is_somewhere() -> bool:

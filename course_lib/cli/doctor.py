@@ -4,11 +4,11 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch, usable_memory
+from course_lib.launch.limits import usable_cores
 
 _PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
 _LAUNCH_SECONDS = 60.0
@@ -99,7 +99,7 @@ def look_at_machine() -> Machine:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         packages={name: _version(name) for name in _PACKAGES},
-        cores=_usable_cores(),
+        cores=usable_cores(),
         memory_bytes=memory_bytes,
         available_bytes=available_bytes,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
@@ -110,11 +110,6 @@ def look_at_machine() -> Machine:
         launch_backend=backend,
         launch_error=error,
     )
-
-
-def _usable_cores() -> int:
-    process = psutil.Process()  # cpu_affinity does not exist on macOS
-    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
 
 
 def _version(package: str) -> str | None:

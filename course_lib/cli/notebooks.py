@@ -159,7 +159,10 @@ def _signer() -> Callable[[bytes], object]:
     import nbformat
     from nbformat.sign import NotebookNotary
 
-    notary = NotebookNotary()
+    try:
+        notary = NotebookNotary()
+    except OSError:  # a home that cannot be written has no list of what is trusted
+        return len
     return lambda text: notary.sign(nbformat.reads(text.decode(), as_version=4))
 
 

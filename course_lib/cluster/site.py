@@ -1,7 +1,7 @@
 """What a site is like, in one file: from it come batch scripts or pods, and the allocations that a notebook asks for.
 
 `site.toml` holds names and numbers alone. The scripts are course_lib/templates/train.sbatch with the site's choices
-put in, and pods course_lib/templates/jobset.yaml (pods.py); there is no other template.
+put in, and pods course_lib/templates/jobset.yaml (pods.py). One installation for all is apptainer.def or modulefile.
 """
 
 import json
@@ -169,14 +169,29 @@ def layout_of(site: Site) -> str:
     return f"dp={site.nodes * ranks // tp},tp={tp},zero_stage=1"
 
 
+def shared_file(site: Site, what: str) -> str:
+    """Return a file by which all who log in have one installation: Apptainer's recipe, or a module of `site.python`.
+
+    Raises   ValueError if the module's Python is no full path
+    """
+    text = (TEMPLATE.parent / f"{what}{'.def' if what == 'apptainer' else ''}").read_text(encoding="utf-8")
+    if site.python == Site().python or what == "apptainer":
+        return text
+    if not site.python.startswith("/") or not site.python.endswith("/bin/python"):
+        raise ValueError(f"python is {site.python!r}; give that of an installation for all, as /opt/course/bin/python")
+    return text.replace("/opt/course", site.python.removesuffix("/bin/python"))
+
+
 @checked
-def write_site(site: Site, folder: Path, force: bool = False, job=batch_script, suffix: str = "sbatch") -> list[Path]:
-    """Write site.toml and two jobs, "train" and "check", into a folder; `job` returns the text of each.
+def write_site(
+    site: Site, folder: Path, force: bool = False, job=batch_script, names=("train.sbatch", "check.sbatch")
+) -> list[Path]:
+    """Write site.toml and the files `names` into a folder; `job` returns the text of each by its name's first word.
 
     Raises   ValueError if one of them is there and is not to be overwritten, or nothing can be written there
     """
     texts = {"site.toml": site.to_toml()}
-    texts |= {f"{what}.{suffix}": job(site, what) for what in ("train", "check")}
+    texts |= {name: job(site, name.partition(".")[0]) for name in names}
     there = [name for name in texts if (folder / name).exists()]
     if there and not force:
         raise ValueError(f"{folder} already has {', '.join(there)}; give another folder, or --force to overwrite")

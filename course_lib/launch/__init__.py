@@ -1,9 +1,10 @@
 """A world of ranks from a notebook cell: `launch(fn, world_size, *args)` -> what each rank returned.
 
 launcher.py      launch, its results and its checks
-limits.py        the memory that this process may use
+limits.py        the memory, cores and processes that this process may use
 rendezvous.py    who am I, by what torchrun, accelerate or srun set, and the world joined
 _rank.py         inside one rank: prepare the process, call the function, report
+_turn.py         a turn among all launches of the machine: wait, saying behind whom, or be refused
 _processes.py    where ranks come from: a fork server
 _fork_server.py  the process that ranks are forked from
 _groups.py       a rank's processes, ended so that no shared memory is left

@@ -6,11 +6,13 @@ In a notebook the bar is a widget and nothing else: no text of it is stored, so 
 import importlib.util
 import sys
 import time
+from collections.abc import Iterable
 
 from tqdm.std import tqdm
 
 PATIENCE_S = 1.0  # what is done sooner needs no bar
 REDRAW_S = 0.2
+SAY_AGAIN_S = 10.0  # in a terminal, where each time is a line
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -30,16 +32,12 @@ class CellBar:
         self._box = None
 
     def draw(self, description: str, count: int, total: int | None, note: str = "") -> None:
-        now = time.monotonic()
-        if now - self._start < PATIENCE_S or now - self._drawn_at < REDRAW_S:
-            return
-        self._drawn_at = now
-        if self._box is None:
-            self._show()
-        bar, text = self._box.children
-        bar.max, bar.value = total or max(count, 1), count
         of_total = "" if total is None else f" of {total:,}"
-        text.value = " · ".join(filter(None, (description, f"{count:,}{of_total}", note, f"{now - self._start:.0f} s")))
+        self._draw(total or max(count, 1), count, (description, f"{count:,}{of_total}", note))
+
+    def say(self, sentence: str) -> None:
+        """Draw an empty bar beside a sentence: why nothing goes on yet."""
+        self._draw(1, 0, (sentence,))
 
     def wait(self, ranks_done: int, world_size: int) -> None:
         """Draw how many ranks are done, for a launch whose function tells nothing of its progress."""
@@ -51,6 +49,17 @@ class CellBar:
         bar, text = self._box.children
         for part in (bar.layout, bar.style, bar, text.layout, text.style, text, self._box.layout, self._box):
             part.close()
+
+    def _draw(self, most: int, value: int, texts: Iterable[str]) -> None:
+        now = time.monotonic()
+        if now - self._start < PATIENCE_S or now - self._drawn_at < REDRAW_S:
+            return
+        self._drawn_at = now
+        if self._box is None:
+            self._show()
+        bar, text = self._box.children
+        bar.max, bar.value = most, value
+        text.value = " · ".join(filter(None, (*texts, f"{now - self._start:.0f} s")))
 
     def _show(self) -> None:
         import ipywidgets
@@ -66,6 +75,13 @@ class TextBar:
 
     def __init__(self):
         self._bar = None
+        self._say_at = time.monotonic() + PATIENCE_S
+
+    def say(self, sentence: str) -> None:
+        """Write a sentence that says why nothing goes on yet, after a second and then every ten."""
+        if time.monotonic() > self._say_at:
+            print(sentence, file=sys.stderr, flush=True)
+            self._say_at = time.monotonic() + SAY_AGAIN_S
 
     def draw(self, description: str, count: int, total: int | None, note: str = "") -> None:
         if self._bar is not None and (count < self._bar.n or self._bar.desc != description):

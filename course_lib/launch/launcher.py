@@ -1,5 +1,6 @@
 """Run a function on real processes from a notebook cell, and get back what each of them returned."""
 
+import contextlib
 import dataclasses
 import importlib
 import io
@@ -24,14 +25,13 @@ from course_lib.launch import _failures, _processes, _rank, _slurm
 from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
+from course_lib.launch._turn import MOST_RANKS, take_turn
 from course_lib.launch._watch import Outcome, Output, Watch
-from course_lib.launch.limits import usable_memory
+from course_lib.launch.limits import usable_cores
 from course_lib.validate import instance, number, whole
 
 __all__ = ["RankError", "Results", "Slurm", "launch", "progress", "report"]
 
-MAX_RANKS = 64
-_RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
 MAX_TIMEOUT_S = 1_000_000
 _REPORT_S = 0.1  # of a loop's progress, from a rank to the notebook
 LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
@@ -101,12 +101,15 @@ def launch(
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
               "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
-    threads   of each rank, for its matrix multiplications
+    threads   of each rank, for its matrix multiplications; fewer where ranks of other launches use the cores
     quiet     show no printed lines; they are in `.lines` all the same
     where     Slurm(...): a job there instead of this machine; the wait in its queue is not part of `timeout`, and when
                             cell is interrupted the job is cancelled
     on_report called here, with (name, value), for each `report(name, value)` of a rank, while the ranks run
-    Raises    ValueError for arguments that cannot work; RankError if a rank fails, naming the first one that did
+    Raises    ValueError for arguments that cannot work, or if the machine has no room; RankError if a rank fails,
+              naming the first one that did
+
+    It waits, before its clock starts, behind launches of others that leave too little room, and says behind whom.
     """
     if _rank.link is not None:
         raise RuntimeError(
@@ -117,33 +120,34 @@ def launch(
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
-    start = time.monotonic()
-    if where is None:
-        _processes.prepare()  # before there is a folder, and a clock that runs
-    # Of mode 700: who can write there can run code as its owner.
-    folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
-    try:
-        ranks = folder / "ranks"
-        ranks.mkdir()
-        (ranks / "function.pkl").write_bytes(payload)
-        settings = _settings(world_size, timeout, backend, threads)
-        (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
-        output = Output(ranks, world_size, on_report)
+    with _turn(world_size, threads) if where is None else contextlib.nullcontext(threads) as threads:
+        start = time.monotonic()
         if where is None:
-            outcome = _run_processes(folder, settings, output)
-        else:
-            outcome = _slurm.run(where, timeout, folder, settings, output)
-        if not quiet:
-            output.show()
-        _raise_if_failed(world_size, timeout, outcome, output)
-        values = [_load_result(ranks, rank) for rank in range(world_size)]
-        lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
-    except _failures.Interrupted:
-        raise
-    except KeyboardInterrupt:
-        raise _failures.Interrupted(_failures.interrupted_text(world_size, {})) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            _processes.prepare()  # before there is a folder, and a clock that runs
+        # Of mode 700: who can write there can run code as its owner.
+        folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
+        try:
+            ranks = folder / "ranks"
+            ranks.mkdir()
+            (ranks / "function.pkl").write_bytes(payload)
+            settings = _settings(world_size, timeout, backend, threads)
+            (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
+            output = Output(ranks, world_size, on_report)
+            if where is None:
+                outcome = _run_processes(folder, settings, output)
+            else:
+                outcome = _slurm.run(where, timeout, folder, settings, output)
+            if not quiet:
+                output.show()
+            _raise_if_failed(world_size, timeout, outcome, output)
+            values = [_load_result(ranks, rank) for rank in range(world_size)]
+            lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
+        except _failures.Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise _failures.Interrupted(_failures.interrupted_text(world_size, {})) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     rank_seconds, peak_bytes = ([outcome.done[rank][i] for rank in range(world_size)] for i in (0, 1))
     nodes = tuple(node for _, node in sorted(outcome.nodes.items()))
     return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why, nodes)
@@ -206,18 +210,28 @@ def _check_arguments(fn, world_size, timeout, threads, where, on_report) -> None
     whole("world_size", world_size)
     whole("threads", threads)
     number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
-    limit = max(1, min(MAX_RANKS, usable_memory()[1] // _RANK_BYTES))
-    if where is None and world_size > limit:
-        raise ValueError(
-            f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
-            f"{_RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
-        )
+    if where is None and world_size > MOST_RANKS:
+        raise ValueError(f"world_size ({world_size}) must be at most {MOST_RANKS} on one machine; use fewer ranks")
     if on_report is not None and not callable(on_report):
         raise ValueError(f"on_report must be a function of (name, value) or None, got {on_report!r}; leave it out")
     if where is not None:
         if not isinstance(where, Slurm):
             raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")
         where.check_launch(world_size, timeout)
+
+
+@contextlib.contextmanager
+def _turn(world_size: int, threads: int) -> Iterator[int]:
+    """Hold a place among this machine's launches; yield how many threads each rank gets beside ranks of others."""
+    bar = open_bar()
+    with contextlib.ExitStack() as stack:
+        try:
+            taken = stack.enter_context(take_turn(world_size, bar.say))
+        except KeyboardInterrupt:
+            raise _failures.Interrupted(f"the launch of {world_size} ranks was interrupted while it waited") from None
+        finally:
+            bar.close()
+        yield min(threads, max(1, (usable_cores() - taken) // world_size)) if taken else threads
 
 
 def _check_current_folder() -> None:

@@ -1,10 +1,12 @@
-"""What this process may use: the machine's memory, or less where a container or a job sets a limit; and its cores."""
+"""What this process may use: the machine's memory, cores and processes, or less where a container sets a limit."""
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
 
+_TIGHT_PROCESSES = 8192  # a limit above this, as systems have it by default, is not worth counting a user's threads
 _FILES = {  # of a control group: its limit, what it uses, and the name of reclaimable file cache in memory.stat
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "v2": ("memory.max", "memory.current", "inactive_file"),
@@ -17,11 +19,34 @@ def slowness() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # none on macOS
+
+
+def usable_processes(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys/fs/cgroup") -> int | None:
+    """Return how many processes and threads more this user may start; None where only the kernel's own limit counts."""
+    left = []
+    for folder, _ in _groups(Path(of_process), Path(mounted_at), "pids"):
+        limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+        left += [] if limit is None or used is None else [limit - used]
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if os.getuid() != 0 and 0 <= most <= _TIGHT_PROCESSES:
+        left.append(most - _threads_of(os.getuid()))
+    return max(0, min(left)) if left else None
+
+
+def _threads_of(uid: int) -> int:
+    """Count the threads of a user, as the limit of processes does."""
+    found = psutil.process_iter(["uids", "num_threads"])
+    return sum(one.info["num_threads"] or 0 for one in found if one.info["uids"] and one.info["uids"].real == uid)
+
+
 def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys/fs/cgroup") -> tuple[int, int]:
     """Return bytes of memory in all and free, within the limits of the control groups that this process is in."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for folder, version in _groups(Path(of_process), Path(mounted_at)):
+    for folder, version in _groups(Path(of_process), Path(mounted_at), "memory"):
         limit_name, used_name, cache_name = _FILES[version]
         limit = _number(folder / limit_name)
         if limit is not None and limit < memory.total:
@@ -30,14 +55,14 @@ def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys
     return total, available
 
 
-def _groups(of_process: Path, mounted_at: Path) -> list[tuple[Path, str]]:
-    """The folders of this process's memory groups, from its own up to the root; none on other systems."""
+def _groups(of_process: Path, mounted_at: Path, controller: str) -> list[tuple[Path, str]]:
+    """The folders of this process's groups of a controller, from its own up to the root; none on other systems."""
     found = []
     for line in of_process.read_text().splitlines() if of_process.is_file() else []:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base, version = (mounted_at / "memory", "v1") if controllers else (mounted_at, "v2")
+        base, version = (mounted_at / controller, "v1") if controllers else (mounted_at, "v2")
         own = base / path.lstrip("/")  # inside a container it may not be visible; its root is then the limit's place
         found += [(folder, version) for folder in (own, *own.parents) if folder.is_relative_to(base)]
     return found

@@ -1,23 +1,11 @@
 """A layout in the words of other programs: configuration files that are ready, or the reason why one cannot do it.
 
     files, refused = export(option, gpus_per_node=8)   # {"torchtitan.toml": "...", ...}, {"nanotron.yaml": "why", ...}
-
     write(deepspeed(stage=3, micro_batch_size=1, offload=Offload(optimizer="host")), "zero3.json")
-    write(accelerate_deepspeed_file("zero3.json", num_processes=8, zero3_init=True), "accelerate.yaml")
-    write(accelerate_fsdp2(["LlamaDecoderLayer"], num_processes=8), "fsdp2.yaml")
 
 Nothing is left out: a choice that a program does not have is a refusal. Steps, learning rate, data and tokenizer are
 for you to add. What each file can say, its words for recipes and schedules, and their sources: engines.toml. Their
 texts: course_lib/templates/.
-
-    from scratch        DeepSpeed                        Accelerate, FSDP2
-    stage 2, stage 3    stage: 2, stage: 3               fsdp_reshard_after_forward: false, true
-    units               stage3_prefetch_bucket_size:     fsdp_transformer_layer_cls_to_wrap
-                        parameters are fetched one by one, that many numbers ahead
-    buckets             reduce_bucket_size               one message a unit
-    states on the host  offload_optimizer                fsdp_offload_params: parameters and gradients with them
-    meta device         zero3_init_flag: zero.Init       fsdp_cpu_ram_efficient_loading: rank 0 reads, and sends
-                        cuts each layer as it is made
 """
 
 from __future__ import annotations
@@ -29,8 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
-from course_lib.engines import ENGINES, FILES, File
+from course_lib.config import MOE_PRESETS, PRESETS, MoeConfig, RopeScaling
+from course_lib.engines import ENGINES, File
 from course_lib.estimate import Estimate
 from course_lib.hardware import nodes_of
 from course_lib.layout.partition import even_layers
@@ -82,7 +70,6 @@ def _refusals(file: File, run: Run) -> dict[str, bool]:
     pieces *= layout.tp if layout.sequence_parallel else 1
     widths = [config.d_ff, config.moe.d_expert if config.moe else config.d_ff]
     other, cp = file is not ENGINES["course"].file, layout.cp > 1
-    with_sp = "" if layout.sequence_parallel else "out"
     return {
         f"recipe {recipe} (it has {', '.join(file.recipes)})": recipe not in file.recipes,
         f"order {'-'.join(long)} of ranks (it has {'-'.join(its_own)})": long != its_own,
@@ -102,14 +89,12 @@ def _refusals(file: File, run: Run) -> dict[str, bool]:
         f"exchange of keys and values by {layout.cp_method}": cp and layout.cp_method not in file.cp_methods,
         f"{layout.cp_sharding} pieces of a sequence": cp and layout.cp_sharding not in file.cp_shardings,
         "regather (it keeps gathered inputs)": layout.regather not in file.regathers,
-        f"tp with{with_sp} sequence parallelism": layout.tp > 1
+        f"tp with{'' if layout.sequence_parallel else 'out'} sequence parallelism": layout.tp > 1
         and layout.sequence_parallel not in file.sequence_parallel,
         f"{config.num_layers} layers over {layout.num_stages} equal stages": file.even_stages
         and config.num_layers % layout.num_stages != 0,
         f"whole experts over ep {layout.ep}, no multiple of cp x tp": file.folds_all
-        and config.moe is not None
-        and layout.folded
-        and layout.ep % (layout.cp * layout.tp) != 0,
+        and bool(config.moe and layout.folded and layout.ep % (layout.cp * layout.tp)),
         "layers_of_stage in this file": layout.layers_of_stage is not None and not file.told_stages,
         **{part: part in file.lacks and is_there for part, is_there in _parts_of(run).items()},
         # what the course's engines do, and few others
@@ -119,22 +104,17 @@ def _refusals(file: File, run: Run) -> dict[str, bool]:
     }
 
 
+_PLAIN = ("num_shared_experts", "first_dense_layers", "score", "capacity_factor", "routed_scale", "every")
+
+
 def _parts_of(run: Run) -> dict[str, bool]:
     """Parts of models that files lack, and whether the run's model has them."""
     config, moe, scaled = run.config, run.config.moe, run.config.rope_scaling
-    other_experts = moe is not None and (
-        moe.num_shared_experts
-        or moe.first_dense_layers
-        or moe.score != "softmax"
-        or moe.balancing == "bias"
-        or moe.capacity_factor
-        or moe.max_groups < moe.num_groups
-        or moe.routed_scale != 1
-        or moe.every != 1
-    )
+    limited = moe is not None and (moe.max_groups < moe.num_groups or moe.balancing == "bias")
+    unlike = moe is not None and any(getattr(moe, name) != getattr(MoeConfig, name) for name in _PLAIN)
     return {
         "experts": moe is not None,
-        "experts but plain ones": bool(other_experts),
+        "experts but plain ones": limited or unlike,
         "latent attention": config.mla is not None,
         "norms of queries and keys (QK-norm)": config.qk_norm,
         "tied head": config.tied,
@@ -154,8 +134,7 @@ def _fill(template: str, run: Run | None = None, **more: object) -> str:
 
     A line is left out where a value of it is None, and with <?name> unless that is true.
     """
-    parts = {"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe} if run else {}
-    known = parts | more
+    known = more | ({"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe} if run else {})
 
     def value_of(path: str) -> object:
         value = known
@@ -174,6 +153,18 @@ def _fill(template: str, run: Run | None = None, **more: object) -> str:
     return "".join(_PLACE.sub(in_words, line) for line, is_there in zip(lines, there, strict=True) if is_there)
 
 
+def _yaml(fields: dict) -> str:
+    import yaml  # here and below: a plan needs none
+
+    return yaml.safe_dump(fields, sort_keys=False)
+
+
+def _mapping(template: str, **fields: object) -> dict:
+    import yaml
+
+    return yaml.safe_load(_fill(template, **fields))
+
+
 # ---- torchtitan
 
 _TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B", "deepseek-v3": "671B"}
@@ -190,24 +181,21 @@ def _torchtitan(run: Run, gpus_per_node: int) -> str:
     piped, recipe = layout.pp > 1, recipe_of(run.recipe).name
     known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in _TORCHTITAN_MODELS
     checks = {
-        "mixed precision beside tp or pp without dp or cp": layout.tp * layout.pp > 1
-        and layout.data_size == 1
+        "mixed precision beside tp or pp without dp or cp": layout.data_size == 1 < layout.tp * layout.pp
         and recipe.startswith("bf16-master"),
         "BF16 gradients in a pipeline (recipe bf16-master-fp32-grads)": piped and recipe == "bf16-master",
         "replicas that cut through cp": layout.dp % layout.dp_replicate != 0,
-        "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
-        and layout.ep > 1
-        and layout.recompute != "none",
+        "recomputation in DualPipeV with ep": (layout.schedule, layout.ep > 1, layout.recompute == "none")
+        == ("dualpipe_v", True, False),
         "latent attention over cp": layout.cp > 1 and config.mla is not None,
         f"{config.name} among its models": not known
         and bool(config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm),
     }
-    precision = _need(file, run, checks)
     replicas = layout.dp if layout.zero_stage == 0 else layout.dp_replicate
     return _fill(
         "torchtitan.toml",
         run,
-        precision=precision,
+        precision=_need(file, run, checks),
         name="deepseek_v3" if known and config.mla else "llama3",
         flavor=_TORCHTITAN_MODELS[config.name] if known else config.name,
         added=not known,
@@ -232,16 +220,7 @@ def _modules_of_stages(run: Run) -> list[list[str]]:
     return stages
 
 
-# ---- Megatron-LM
-
-
-def _need_megatron(run: Run, file: File) -> Mapping[str, object]:
-    layout, is_cut = run.layout, run.config.moe is not None and run.layout.tp > 1
-    checks = {
-        "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
-        "experts beside tp without sequence parallelism": is_cut and not layout.sequence_parallel,
-    }
-    return _need(file, run, checks)
+# ---- Megatron-LM, nanotron
 
 
 def _megatron(run: Run, gpus_per_node: int) -> str:
@@ -251,12 +230,15 @@ def _megatron(run: Run, gpus_per_node: int) -> str:
     wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its FSDP, which is ZeRO-2 and 3.
     """
     config, layout, moe, file = run.config, run.layout, run.config.moe, ENGINES["megatron"].file
-    precision, llama = _need_megatron(run, file), config.family == "llama"
-    is_virtual = layout.schedule == "interleaved" and layout.pp > 1
+    checks = {
+        "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
+        "experts beside tp without sequence parallelism": bool(moe) and layout.tp > 1 and not layout.sequence_parallel,
+    }
+    is_virtual, llama = layout.schedule == "interleaved" and layout.pp > 1, config.family == "llama"
     return _fill(
         "megatron.args",
         run,
-        precision=precision,
+        precision=_need(file, run, checks),
         llama=llama,
         gpt=not llama,
         groups=config.num_kv_heads if config.num_kv_heads < config.num_heads else None,
@@ -275,26 +257,6 @@ def _megatron(run: Run, gpus_per_node: int) -> str:
     )
 
 
-def _accelerate_megatron(run: Run, gpus_per_node: int) -> str:
-    """Return Accelerate's YAML for its Megatron-LM plugin.
-
-    Its plugin recomputes layers where a file says nothing, and divides the batch by all ranks but tp and pp: a layout
-    with cp would have cp times the batch.
-    """
-    precision, layout = _need_megatron(run, FILES["accelerate_megatron"]), run.layout
-    ranks = layout.world_size
-    world = _accelerate("MEGATRON_LM", precision["precision"], ranks, nodes_of(ranks, gpus_per_node))
-    return (
-        f"{_in_your_script(run)}"
-        "# of a Llama the plugin reads layers, width and heads alone: give the rest in other_megatron_args\n"
-        + _yaml(world)
-        + _fill("accelerate_megatron.yaml", run, sharded=layout.zero_stage == 1)
-    )
-
-
-# ---- nanotron, picotron
-
-
 def _nanotron(run: Run, gpus_per_node: int) -> str:
     """Return nanotron's YAML: the sections that lay out a run."""
     layout = run.layout
@@ -310,24 +272,9 @@ def _nanotron(run: Run, gpus_per_node: int) -> str:
     )
 
 
-def _picotron(run: Run, gpus_per_node: int) -> str:
-    """Return picotron's JSON: the sections that lay out a run.
-
-    All other sizes of the model come from the Hugging Face config that you name in model.name. There is no master
-    copy; with dp, gradients are summed in FP32, 4 bytes a parameter more than recipe bf16 has.
-    """
-    layout = run.layout
-    _need(FILES["picotron"], run, {"cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1})
-    return _fill("picotron.json", run, pp_engine=layout.schedule if layout.pp > 1 else "1f1b")
-
-
 # ---- DeepSpeed
 
-Stage = Literal[0, 1, 2, 3]
-Precision = Literal["fp32", "bf16", "fp16"]
-
-
-_DEVICES = {"host": "cpu", "disk": "nvme"}
+Stage, Precision = Literal[0, 1, 2, 3], Literal["fp32", "bf16", "fp16"]
 
 
 def _offloaded(stage: Stage, offload: Offload, nvme_path: str) -> dict:
@@ -344,9 +291,9 @@ def _offloaded(stage: Stage, offload: Offload, nvme_path: str) -> dict:
     places = {"offload_optimizer": offload.optimizer, "offload_param": offload.parameters}
     if ("disk" in places.values()) != bool(nvme_path):
         raise ValueError(f"nvme_path is {nvme_path!r}; give a folder on the local disk where something waits on disk")
-    path = {"host": {}, "disk": {"nvme_path": nvme_path}}
-    off = {key: place for key, place in places.items() if place != "device"}
-    return {key: {"device": _DEVICES[place], "pin_memory": True, **path[place]} for key, place in off.items()}
+    words = {"host": {"device": "cpu", "pin_memory": True}}
+    words["disk"] = {"device": "nvme", "pin_memory": True, "nvme_path": nvme_path}
+    return {key: words[place] for key, place in places.items() if place != "device"}
 
 
 @checked
@@ -369,21 +316,12 @@ def deepspeed(
     Raises   ValueError for a choice that DeepSpeed does not know, or would not honour at this stage
     Source   DeepSpeed's configuration reference, "ZeRO Optimizations for FP16 Training"
     """
-    zero = {"stage": stage, "overlap_comm": stage > 0, "contiguous_gradients": True, "reduce_scatter": True}
-    zero["reduce_bucket_size"] = 500_000_000
-    if stage in (1, 2):
-        zero["allgather_bucket_size"] = 500_000_000
-    if stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
-        zero |= {"stage3_gather_16bit_weights_on_model_save": precision != "fp32"}
-    half = {"fp16": {"enabled": True, "loss_scale": 0}}
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
-        **(half if precision == "fp16" else {"bf16": {"enabled": precision == "bf16"}}),
-        "zero_optimization": zero | dict(sizes or {}) | _offloaded(stage, offload, nvme_path),
-        **({} if clip_norm is None else {"gradient_clipping": clip_norm}),
-    }
+    numbers = {"micro_batch": micro_batch_size, "micro_batches": accumulation_steps, "clip_norm": clip_norm}
+    is_16 = {"fp16": precision == "fp16", "bf16": precision == "bf16", "in_16_bits": precision != "fp32"}
+    is_stage = {"sharded": stage > 0, "optimizer_alone": stage in (1, 2), "parameters": stage == 3}
+    config = _mapping("deepspeed.yaml", stage=stage, not_fp16=precision != "fp16", **numbers, **is_16, **is_stage)
+    config["zero_optimization"] |= dict(sizes or {}) | _offloaded(stage, offload, nvme_path)
+    return config
 
 
 def _deepspeed_json(run: Run, gpus_per_node: int) -> str:
@@ -427,10 +365,8 @@ def accelerate_deepspeed_file(
 
     On several machines each runs the command itself, as with torchrun ("standard"); otherwise DeepSpeed uses pdsh.
     """
-    config = _accelerate("DEEPSPEED", None, num_processes, machines)
-    launcher = {} if machines == 1 else {"deepspeed_multinode_launcher": "standard"}
-    named_file = {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": zero3_init}
-    return config | {"deepspeed_config": named_file | launcher}
+    named = json.dumps(str(deepspeed_json))
+    return _accelerate("DEEPSPEED", None, num_processes, machines, json=named, zero3_init=zero3_init)
 
 
 def _accelerate(kind: str, precision: str | None, num_processes: int, machines: int, **fields: object) -> dict:
@@ -438,15 +374,11 @@ def _accelerate(kind: str, precision: str | None, num_processes: int, machines: 
 
     Each machine sets its own machine_rank, all of them the address of machine 0 and a port free on it.
     """
-    import yaml  # only here: a plan needs none
-
     if num_processes % machines != 0:
-        raise ValueError(
-            f"num_processes ({num_processes}), of all machines, must be divisible by their number ({machines})"
-        )
+        raise ValueError(f"num_processes ({num_processes}) is that of all {machines} machines; make it divisible by it")
     named = "no" if precision == "fp32" else precision
     world = {"kind": kind, "precision": named, "num_processes": num_processes, "machines": machines}
-    return yaml.safe_load(_fill("accelerate.yaml", **world, several=machines > 1, **fields))
+    return _mapping("accelerate.yaml", **world, several=machines > 1, **fields)
 
 
 def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
@@ -497,26 +429,16 @@ def _sbatch(run: Run, gpus_per_node: int) -> str:
     return _fill("course.sbatch", run, nodes=nodes, cores=8 * gpus, gpus=gpus, command=command.rstrip())
 
 
-# ---- the files
-
 WRITERS = {  # of each file the engine that reads it, and its text of a run on nodes of so many GPUs
     "torchtitan.toml": ("torchtitan", _torchtitan),
     "megatron.args": ("megatron", _megatron),
     "nanotron.yaml": ("nanotron", _nanotron),
-    "picotron.json": ("", _picotron),
-    "accelerate_megatron.yaml": ("", _accelerate_megatron),
     "course.sh": ("course", _course_command),
     "course.sbatch": ("course", _sbatch),
     "accelerate_fsdp2.yaml": ("fsdp2", _fsdp2_yaml),
     "deepspeed.json": ("deepspeed", _deepspeed_json),
     "accelerate_deepspeed.yaml": ("deepspeed", _accelerate_deepspeed),
 }
-
-
-def _yaml(fields: dict) -> str:
-    import yaml  # only here: a plan needs none
-
-    return yaml.safe_dump(fields, sort_keys=False)
 
 
 def write(config: dict, path: str | Path) -> Path:

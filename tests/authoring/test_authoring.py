@@ -262,6 +262,36 @@ def test_an_exercise_has_no_outputs_and_carries_what_nbgrader_needs(root):
     assert checked.grade and checked.locked and checked.points == 1 and not checked.solution
 
 
+@pytest.mark.parametrize(
+    ("heading", "points"),
+    [
+        ("*5 minutes, easy.*", 1),
+        ("*12 minutes, easy.*", 3),
+        ("*20 minutes, medium.*", 5),
+        ("*40 to 55 minutes, hard.*", 12),
+        ("of no length", 1),
+    ],
+)
+def test_an_exercise_has_a_point_for_each_five_minutes_and_more_if_it_is_hard(heading, points):
+    cells = [new_markdown_cell(f"## Exercise\n\n{heading} Write it."), new_code_cell(SOLUTION, id="double")]
+    once = [*cells, new_code_cell("check_double(double)", id="check-double")]
+    assert worth(once) == [points]
+    earlier = [new_markdown_cell("*10 minutes, easy.*"), new_code_cell("check_x(x)", id="check-x")]
+    if "minutes" in heading:
+        assert worth([*earlier, *once]) == [2, points]
+
+
+def test_the_checks_of_an_exercise_share_its_points():
+    cells = [new_code_cell(SOLUTION, id="double"), new_code_cell("check_a(a)"), new_code_cell("check_b(b)")]
+    assert worth([new_markdown_cell("*15 minutes, easy.*"), *cells]) == [1.5, 1.5]
+
+
+def worth(cells) -> list[float]:
+    """The points that nbgrader reads in the cells of an exercise."""
+    found = authoring.exercise_from(chapter(*cells)).cells
+    return [cell.metadata.nbgrader.points for cell in found if cell.metadata.get("nbgrader", {}).get("grade")]
+
+
 def test_make_exercises_writes_what_differs_and_the_check_finds_what_is_stale(root):
     path = root / "solutions" / "00_x.ipynb"
     authoring.write(authoring.normalise(chapter(new_code_cell(SOLUTION, id="double"))), path)

@@ -30,6 +30,15 @@ def machine() -> doctor.Machine:
     return doctor.look_at_machine()
 
 
+def test_a_limit_of_ranks_before_a_command_holds_for_its_launches(monkeypatch, capsys):
+    monkeypatch.setenv("COURSE_MAX_RANKS", "64")  # and so given back at the end
+    for words in (["--max-ranks", "1"], ["--max-ranks=1"]):
+        assert cli.main([*words, "demo"]) == 2
+        assert "a launch of 2 ranks was asked, and at most 1 run" in capsys.readouterr().err
+    assert cli.main(["--max-ranks", "none", "demo"]) == 2
+    assert "course --max-ranks: 'none' is no number of ranks; give a whole number" in capsys.readouterr().err
+
+
 def test_the_doctor_launches_two_ranks_and_tells_what_it_saw(machine, monkeypatch, capsys):
     assert machine.launch_error == "" and machine.launch_s > 0 and machine.launch_backend in ("gloo", "nccl")
     monkeypatch.setattr(doctor, "look_at_machine", lambda: machine)
@@ -229,12 +238,6 @@ def test_no_link_of_a_new_folder_is_dead(tmp_path):
     assert (
         len(link_problems(authoring.read(tmp_path / "exercises" / paths[-1].name), tmp_path / "exercises" / "x")) == 2
     )
-
-
-def test_new_tells_that_it_cannot_write_into_a_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert cli.main(["new", str(tmp_path / "file" / "below")]) == 2
-    assert capsys.readouterr().err.startswith("course new: folder is")
 
 
 def test_run_finds_the_chapters_of_the_current_folder_first(tmp_path, monkeypatch):

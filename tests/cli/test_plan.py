@@ -47,7 +47,6 @@ def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, caps
         "torchtitan.toml",
         "megatron.args",
         "nanotron.yaml",
-        "picotron.json",
         "deepspeed.json",
     ):
         assert (name in names) != (f"no {name}: " in said)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.authoring import ROOT
 from course_lib.cli import commands
 from course_lib.cluster import Site, batch_script, read_site, write_site
-from course_lib.cluster.site import TEMPLATE
+from course_lib.cluster.site import TEMPLATE, shared_file
+from course_lib.launch import _turn
 from course_lib.layout import Layout
 
 FULL = Site("gpu", "me", 4, 8, None, "ib0", "mlx5", ("gcc/13", "cuda/12.8"), "img.sqsh", "/sw/bin/python")
@@ -84,12 +86,9 @@ def test_the_check_runs_the_check_once_under_the_same_layout():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--partition", "gpu; rm -rf ~"], "partition is 'gpu; rm -rf ~'; give a name of letters"),
-        (["--module", "$(id)"], "module is '$(id)'; give a name of letters"),
         (["--python", "a\nb"], "give a name of letters"),
         (["--gres", "gpu:8", "--gpus-per-node", "8"], "both ask for GPUs: give one of them"),
         (["--gres", "shard:8"], "gres is 'shard:8'; give GPUs as gpu:8 or gpu:h100:8"),
-        (["--nodes", "0"], "nodes is 0; give a whole number from 1"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence_and_nothing_is_written(options, text, tmp_path, capsys):
@@ -125,3 +124,50 @@ def test_a_notebook_asks_for_the_allocation_of_the_site():
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(ValueError, match="folder is '/proc/none', and cannot be written"):
         write_site(Site(), Path("/proc/none"))
+
+
+def test_one_installation_for_all_is_a_recipe_and_a_module_with_the_place_that_was_told(tmp_path, capsys):
+    words = ["cluster", "init", str(tmp_path / "site"), "--kind", "shared", "--python", "/sw/a/bin/python"]
+    assert commands.main(words) == 0
+    assert {path.name for path in (tmp_path / "site").iterdir()} == {"site.toml", "apptainer.def", "modulefile"}
+    module = (tmp_path / "site" / "modulefile").read_text()
+    assert "\nset root /sw/a\n" in module and "python3 -m venv /sw/a &&" in module and "/opt" not in module
+    assert commands.main([*words[:3], "--force", *words[3:5], "--python", "python3"]) == 2
+    assert "python is 'python3'; give that of an installation for all" in capsys.readouterr().err
+
+
+def test_the_module_file_is_tcl_and_sets_what_the_launcher_reads():
+    first, *lines = shared_file(Site(), "modulefile").splitlines()
+    told = [shlex.split(line) for line in lines if line and line[0] != "#"]
+    assert first == "#%Module1.0"
+    assert [words[0] for words in told] == ["module-whatis", "set", "prepend-path", "setenv", "setenv", "setenv"]
+    assert {words[1] for words in told[3:]} == {_turn.LIMIT, _turn.FOLDER, "OMP_NUM_THREADS"}
+    assert all(lines[index - 1].startswith("#") for index, line in enumerate(lines) if line.startswith("setenv"))
+
+
+def sections(recipe: str) -> dict[str, list[str]]:
+    """The lines of each section of a recipe, without comments; "" is what stands above the first."""
+    found, name = {"": []}, ""
+    for line in recipe.splitlines():
+        if line.startswith("%"):
+            name = line[1:]
+            found[name] = []
+        elif line.strip() and not line.strip().startswith("#"):
+            found[name].append(line.strip())
+    return found
+
+
+def test_the_recipe_installs_as_the_dockerfile_does_and_sets_what_the_module_sets():
+    recipe = sections(shared_file(Site(), "apptainer"))
+    dockerfile = (ROOT / ".devcontainer" / "Dockerfile").read_text()
+    assert recipe[""] == ["Bootstrap: docker", f"From: {re.search('FROM (.*)', dockerfile)[1]}"]
+    assert recipe["files"] == [". /opt/course-lib"] and "COPY . /opt/course-lib" in dockerfile
+    assert recipe["post"][0] == "cd /opt/course-lib" and all(line in dockerfile for line in recipe["post"][1:])
+    assert len(recipe["post"]) == 2
+    module = dict(re.findall(r"(?m)^setenv (\w+) (.*)$", shared_file(Site(), "modulefile")))
+    assert dict(line.removeprefix("export ").split("=") for line in recipe["environment"]) == module | {
+        "LC_ALL": "C.UTF-8"
+    }
+    assert recipe["runscript"] == ['exec course "$@"'] and recipe["test"] == ["course --version"]
+    for name in ("post", "environment", "runscript", "test"):
+        subprocess.run(["bash", "-n", "-c", "\n".join(recipe[name])], check=True)

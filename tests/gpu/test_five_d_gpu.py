@@ -4,10 +4,9 @@ Ranks that share a GPU talk through gloo, which takes tensors on a GPU in collec
 need NCCL and a GPU for each rank. What ranks allocate is beside what was simulated in test_fake_cluster_gpu.py.
 """
 
-import os
-
 import pytest
 import torch
+from harness import my_device
 
 from course_lib import model
 from course_lib.config import PRESETS, preset
@@ -45,14 +44,6 @@ PIPELINES = [
 def need_a_gpu_each(layout: Layout) -> None:
     if torch.cuda.device_count() < layout.world_size:
         pytest.skip(f"NCCL needs a GPU for each of {layout.world_size} ranks; here are {torch.cuda.device_count()}")
-
-
-def my_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def batches_of(layout, dp_rank, config, device):

@@ -126,11 +126,8 @@ def test_links_of_16384_ranks_are_found_without_going_through_pairs_of_ranks():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Mesh(dp=0), "dp is 0; give a whole number"),
-        (lambda: Mesh(tp=2.0), "tp is 2.0; give a whole number"),
         (lambda: Mesh(order=("pp", "dp")), "order is .*; name each of pp, dp, cp, tp once"),
         (lambda: Mesh(dp=4, cp=3).members(0, ep_size=5), r"ep \(5\) must divide dp x cp = 4 x 3 = 12: "),
-        (lambda: links_of_axes(Mesh(), 0), "ranks_per_node is 0; give a whole number"),
         (lambda: Mesh(dp=2).coordinates(2), r"rank \(2\) must be one of 0..1"),
         (lambda: Mesh(dp=2).rank(), "the index along dp is missing"),
         (lambda: Mesh(dp=2).rank(dp=2), "dp=2 is outside the mesh"),

@@ -1,30 +1,18 @@
-"""Several axes at once: the package's groups; wrong rules of sums are seen in their kinds."""
-
-import itertools
+"""Several axes at once: wrong rules of sums are seen in their kinds."""
 
 import pytest
 
 from course_lib.compare.record import on_ranks
 from course_lib.compare.trials import as_rule_of_sums
 from course_lib.launch import RankError
-from course_lib.layout import Layout, Mesh
-from course_lib.minimal.axes import axes_of, coordinates, group_along
+from course_lib.layout import Layout
+from course_lib.minimal.axes import axes_of
 
 TWO = "dp=2,tp=2,sequence_parallel=true,micro_batches=2"
 
 
 def over_data(kind, layout):
     return ["expert_dp" if kind == "experts" else "data"]
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(("pp", "dp", "cp", "tp"))))
-def test_places_and_groups_are_those_of_the_package(order):
-    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 2}
-    sizes, mesh = {axis: sizes[axis] for axis in order}, Mesh(**sizes, order=order)
-    for rank in range(12):
-        assert coordinates(rank, sizes) == mesh.coordinates(rank)
-        assert group_along(["dp", "cp"], rank, sizes) == mesh.data_ranks(rank)
-        assert all(group_along([axis], rank, sizes) == mesh.ranks_along(axis, rank) for axis in sizes)
 
 
 @pytest.mark.launches

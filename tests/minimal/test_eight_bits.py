@@ -1,12 +1,10 @@
 """Eight bits: formats and scales by formula and beside torch's, products, saved inputs."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from course_lib.compare.one_gpu import PASS_CONFIG, OnePass
 from course_lib.compare.trials import CONFIG, global_batches
 from course_lib.float_formats import FORMATS
 from course_lib.minimal.eight_bits import (
@@ -143,16 +141,6 @@ def test_a_delayed_scale_clips_what_grows_and_forgets():
 
 
 # ---- saved inputs
-
-
-@pytest.mark.parametrize(("o_too", "elements"), [(False, 2 * PASS_CONFIG.d_model + PASS_CONFIG.d_ff), (True, None)])
-def test_saved_inputs_take_a_byte_less_but_attention_keeps_its_output_anyway(o_too, elements):
-    one = OnePass(config=PASS_CONFIG, dtype=torch.bfloat16, attention="fused", seq_len=64)
-    less = one.kept_bytes - replace(one, change=partial(save_in_8, o_too=o_too)).kept_bytes
-    D, F = PASS_CONFIG.d_model, PASS_CONFIG.d_ff
-    tokens, scales = 4 * 64, 3 + o_too
-    saved = (elements or D + F) * tokens - 4 * scales  # o: one byte more for its copy, none less
-    assert less == PASS_CONFIG.num_layers * saved
 
 
 def test_gradients_of_saved_inputs_are_those_of_the_rounded_ones():

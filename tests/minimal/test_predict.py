@@ -5,37 +5,21 @@ import pytest
 from course_lib.minimal import predict
 
 
-def test_an_open_prediction_prints_nothing(capsys):
-    predict("How many bytes?", unit="bytes").compare(42)
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
-    ("mine", "measured", "said"),
+    ("unit", "mine", "measured", "said"),
     [
-        (90, 100, "You predicted 90 bytes; measured 100 bytes, 10% too low.\n"),
-        (3.5, 2, "You predicted 3.5 bytes; measured 2 bytes, 75% too high.\n"),
-        (100, 100, "You predicted 100 bytes: right.\n"),
-        (5, 0, "You predicted 5 bytes; measured 0 bytes.\n"),
+        ("bytes", ..., 42, ""),  # an open prediction
+        ("bytes", 90, 100, "You predicted 90 bytes; measured 100 bytes, 10% too low.\n"),
+        ("bytes", 3.5, 2, "You predicted 3.5 bytes; measured 2 bytes, 75% too high.\n"),
+        ("bytes", 100, 100, "You predicted 100 bytes: right.\n"),
+        ("bytes", 5, 0, "You predicted 5 bytes; measured 0 bytes.\n"),
+        ("%", 90, 78, "You predicted 90 %; measured 78 %, 12 percentage points too high.\n"),
+        ("%", 0.5, 27.3, "You predicted 0.5 %; measured 27.3 %, 26.8 percentage points too low.\n"),
+        ("%", 5, 0, "You predicted 5 %; measured 0 %, 5 percentage points too high.\n"),
     ],
 )
-def test_a_prediction_says_how_far_off_it_was(mine, measured, said, capsys):
-    kept = predict("How many bytes?", unit="bytes", mine=mine)
-    assert (kept.question, kept.mine) == ("How many bytes?", mine)
-    kept.compare(measured)
-    assert capsys.readouterr().out == said
-
-
-@pytest.mark.parametrize(
-    ("mine", "measured", "said"),
-    [
-        (90, 78, "You predicted 90 %; measured 78 %, 12 percentage points too high.\n"),
-        (0.5, 27.3, "You predicted 0.5 %; measured 27.3 %, 26.8 percentage points too low.\n"),
-        (5, 0, "You predicted 5 %; measured 0 %, 5 percentage points too high.\n"),
-    ],
-)
-def test_shares_differ_by_percentage_points(mine, measured, said, capsys):
-    predict("Which share?", unit="%", mine=mine).compare(measured)
+def test_a_prediction_says_how_far_off_it_was_and_shares_differ_by_points(unit, mine, measured, said, capsys):
+    predict("How many?", unit=unit, mine=mine).compare(measured)
     assert capsys.readouterr().out == said
 
 

@@ -1,13 +1,9 @@
-"""Context parallelism from scratch: gradients against one process, bytes, wrong engines that must be found out."""
+"""Context parallelism from scratch: what is refused; gradients and bytes: test_ring.py, test_parallel_five_d.py."""
 
-import copy
 import dataclasses
-from collections import Counter
 
-import pytest
 import torch
 import torch.distributed as dist
-from harness import distance, one_process
 
 from course_lib import model
 from course_lib.config import ModelConfig
@@ -15,137 +11,13 @@ from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.parallel import context
 from course_lib.parallel import engine as engines
-from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=32)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
-ROWS, LENGTHS = (2, 1), (16, 8)  # two micro-batches, one of them shorter
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    method: str = "ring"
-    sequence_sharding: str = "zigzag"
-    config: ModelConfig = LLAMA
-    recompute: str = "none"
-    attention: str = "fused"
-    causal: bool = True
-    outer: int = 1
-    frozen: tuple[str, ...] = ()
 
 
 def config_of(config, **changes):
     return dataclasses.replace(config, **changes)
-
-
-CASES = {
-    **{
-        f"{method}, {sequence_sharding}": Case(method, sequence_sharding)
-        for method in ("ring", "all_gather")
-        for sequence_sharding in ("contiguous", "zigzag", "striped")
-    },
-    "tied, 4 key/value heads, full": Case("ring", config=config_of(LLAMA, tied=True, num_kv_heads=4), recompute="full"),
-    "1 key/value head, selective": Case("ring", "striped", config_of(LLAMA, num_kv_heads=1), recompute="selective"),
-    "gathered, full": Case("all_gather", "zigzag", recompute="full"),
-    "standard, frozen": Case("ring", attention="standard", frozen=("embed.weight", "attention.k.weight")),
-    "tied gpt": Case("ring", config=config_of(GPT, tied=True)),
-    "gpt in both directions": Case("ring", "striped", GPT, causal=False),
-    "gpt in both directions, gathered": Case("all_gather", "contiguous", GPT, causal=False),
-    "ulysses": Case("ulysses", config=config_of(LLAMA, num_kv_heads=4)),
-    "both": Case("ulysses", outer=2),
-}
-
-
-def built(case):
-    """The same on every rank: weights, biases that are not zero, frozen parameters."""
-    whole = model.build(case.config, 1, torch.float64, attention=case.attention, recompute=case.recompute)
-    generator = torch.Generator().manual_seed(2)
-    for name, param in whole.named_parameters():
-        if name.endswith("bias"):
-            param.data.normal_(generator=generator)
-        param.requires_grad_(not name.endswith(case.frozen) if case.frozen else True)
-    for block in whole.blocks:
-        block.attention.causal = case.causal
-    return whole
-
-
-def micro_batches(vocab_size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS, strict=True)]
-    return [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in rows]
-
-
-def measure(case):
-    whole = built(case)
-    reference = copy.deepcopy(whole)
-    engine = context.build(whole, dist.group.WORLD, case.method, case.sequence_sharding, case.outer)
-    batches = micro_batches(case.config.vocab_size)
-    with ByteMeter() as meter:
-        loss = engines.accumulate_gradients(engine, batches)
-    return {
-        "apart": distance(engines.full_gradients(engine), loss, *one_process(reference, batches)),
-        "sent": meter.by_collective,
-        "calls": meter.calls,
-        "hops": Counter(record.payload_bytes for record in meter.records if record.collective == "all_to_all"),
-        "gradient bytes": sum(p.grad.nbytes for p in engine.parameters() if p.requires_grad),
-        "tied": engine.module.head.weight is engine.module.embed.weight,
-    }
-
-
-def measure_all(cases):
-    size = dist.get_world_size()
-    return {name: measure(case) for name, case in cases.items() if size % case.outer == 0 and size > case.outer}
-
-
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def measured(request):
-    return launch(measure_all, request.param, CASES)
-
-
-def test_loss_and_gradients_equal_one_process(measured):
-    assert len(measured[0]) == len(CASES) - (len(measured) == 2)  # both methods together need 4 ranks
-    for rank in measured:
-        for name, of_case in rank.items():
-            assert max(of_case["apart"].values()) < 1e-12, (name, of_case["apart"])
-            assert of_case["tied"] == CASES[name].config.tied
-
-
-def block_bytes(case, cp):
-    """Keys and values of one rank, in each micro-batch: 2 B K s H numbers of 8 bytes."""
-    return [2 * B * case.config.num_kv_heads * (S // cp) * 4 * 8 for B, S in zip(ROWS, LENGTHS, strict=True)]
-
-
-def test_a_ring_sends_keys_values_and_their_gradients_around_and_nothing_else(measured):
-    cp = len(measured)
-    for r, rank in enumerate(measured):
-        for name, case in CASES.items():
-            if case.method != "ring":
-                continue
-            trips = 2 * (3 if case.recompute == "none" else 4)  # 2 layers: k v forward, k v and dk dv backward
-            blocks = block_bytes(case, cp)
-            assert rank[name]["hops"] == {block: trips * (cp - 1) for block in blocks}
-            assert rank[name]["sent"]["all_to_all"] == trips * (cp - 1) * sum(blocks)
-            gradients = rank[name]["gradient bytes"]
-            summed = ring_all_reduce_bytes(gradients, cp, r, 8) + ring_all_reduce_bytes(8, cp, r, 8)
-            assert rank[name]["sent"]["all_reduce"] == summed and rank[name]["calls"]["all_reduce"] == 2
-            assert set(rank[name]["sent"]) == {"all_to_all", "all_reduce"}
-
-
-def test_gathering_sends_as_many_bytes_in_three_calls_a_layer(measured):
-    cp = len(measured)
-    for r, rank in enumerate(measured):
-        for name, case in CASES.items():
-            if case.method != "all_gather":
-                continue
-            gathers = 2 if case.recompute == "none" else 3
-            calls, sent = rank[name]["calls"], rank[name]["sent"]
-            assert calls == {"all_gather": 2 * 2 * gathers, "reduce_scatter": 2 * 2, "all_reduce": 2}
-            wholes = [cp * block for block in block_bytes(case, cp)]
-            assert sent["all_gather"] == 2 * gathers * sum(all_gather_bytes(whole, cp, r, 8) for whole in wholes)
-            assert sent["reduce_scatter"] == 2 * sum(reduce_scatter_bytes(whole, cp, r, 8) for whole in wholes)
-        ring_sent = rank["ring, zigzag"]["sent"]["all_to_all"]
-        both = rank["all_gather, zigzag"]["sent"]
-        assert both["all_gather"] + both["reduce_scatter"] == ring_sent
 
 
 # --- refused, before anything is sent

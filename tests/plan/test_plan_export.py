@@ -1,7 +1,5 @@
 """Files for other frameworks: their parsers read them, or their fields are known; what they cannot do is refused."""
 
-import importlib.util
-import json
 import shlex
 import tomllib
 from dataclasses import replace
@@ -9,8 +7,6 @@ from dataclasses import replace
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import MegatronLMPlugin
 
 from course_lib.cli.plan import write_files
 from course_lib.config import preset
@@ -34,13 +30,6 @@ ALL = [
     "dp=4,tp=4,pp=2,sequence_parallel=true,zero_stage=1,micro_batches=8,recompute=full",
 ]
 
-# https://github.com/huggingface/picotron/blob/59714b1bf255/template/base_config.json
-PICOTRON = {
-    "distributed": "tp_size cp_size pp_size dp_size pp_engine backend use_cpu",
-    "model": "name num_hidden_layers num_attention_heads num_key_value_heads dtype use_flash_attention use_fused_adam",
-    "training": "seed learning_rate total_train_steps seq_length micro_batch_size gradient_accumulation_steps "
-    "num_samples max_tokens",
-}
 # https://github.com/huggingface/nanotron/tree/2411b022a75f/src/nanotron/config: config.py, parallelism_config.py
 NANOTRON = {
     "model": "ddp_bucket_cap_mb dtype init_method make_vocab_size_divisible_by model_config",
@@ -108,11 +97,6 @@ def counted(name: str, text: str) -> tuple[int, int]:
         axes, tokens = found["parallelism"], found["tokens"]
         sequences = axes["dp"] * tokens["micro_batch_size"] * tokens["batch_accumulation_per_replica"]
         return axes["dp"] * axes["tp"] * axes["pp"], sequences
-    if name == "picotron.json":
-        found = json.loads(text)
-        sizes, training = found["distributed"], found["training"]
-        ranks = sizes["dp_size"] * sizes["cp_size"] * sizes["tp_size"] * sizes["pp_size"]
-        return ranks, sizes["dp_size"] * training["micro_batch_size"] * training["gradient_accumulation_steps"]
     words = text.split()
     layout = Layout.parse(words[words.index("--layout") + 1])
     return int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1]), (
@@ -133,10 +117,10 @@ def check_fields_of(sections: dict, known: dict) -> None:
 def test_every_file_is_written_or_refused_with_a_reason(exported):
     written = set()
     for text, (files, refused) in exported.items():
-        assert len(files) + len(refused) == 10 and not set(files) & set(refused), text
+        assert len(files) + len(refused) == 8 and not set(files) & set(refused), text
         assert all(reason.endswith("choose a run without") for reason in refused.values())
         written |= set(files)
-    assert len(written) == 8 and "picotron.json" in export(option_of("dp=16", "bf16"))[0]
+    assert len(written) == 7
 
 
 def test_files_have_the_ranks_and_the_batch_of_their_layout(exported):
@@ -211,7 +195,7 @@ def test_torchtitan_has_the_layers_of_each_stage():
     assert [len(part) for part in parts] == [7, 6, 5, 5, 5, 7]
 
 
-def test_nanotron_and_picotron_have_these_fields(exported):
+def test_nanotron_has_these_fields(exported):
     for text, (files, _) in exported.items():
         layout = Layout.parse(text)
         if "nanotron.yaml" in files:
@@ -225,10 +209,6 @@ def test_nanotron_and_picotron_have_these_fields(exported):
     for regather in ("true", "false"):
         again = f"dp=2,tp=2,sequence_parallel=true,regather={regather}"
         assert f"tp_recompute_allgather: {regather}\n" in export(option_of(again))[0]["nanotron.yaml"]
-    ring = "dp=2,cp=2,cp_sharding=contiguous"
-    found = json.loads(export(option_of(ring, "bf16"))[0]["picotron.json"])
-    check_fields_of(found, PICOTRON)
-    assert found["distributed"]["cp_size"] == 2
 
 
 def test_megatron_has_these_arguments(exported):
@@ -294,12 +274,6 @@ def test_megatron_computes_in_fp32_unless_told():
 
 
 def test_accelerate_reads_its_files(exported, tmp_path):
-    known = {action.dest for action in launch_command_parser()._actions}
-    path = tmp_path / "megatron.yaml"
-    path.write_text(exported[ALL[7]][0]["accelerate_megatron.yaml"])
-    config = load_config_from_file(str(path))
-    assert set(config.megatron_lm_config) <= known and config.megatron_lm_config["megatron_lm_pp_degree"] == 2
-    assert (config.num_processes, config.num_machines) == (32, 4)
     for text in ALL[:2]:
         write_files(option_of(text, "bf16-master"), tmp_path / text, 8)
         for file in (tmp_path / text).glob("accelerate_[df]*.yaml"):
@@ -310,22 +284,6 @@ def test_accelerate_reads_its_files(exported, tmp_path):
     assert "GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)" in fsdp2
     write_files(option_of("dp=8,zero_stage=3", "bf16-master", "mixtral-8x7b"), tmp_path / "moe", 8)
     assert "to_wrap: MixtralDecoderLayer" in (tmp_path / "moe" / "accelerate_fsdp2.yaml").read_text()
-
-
-def test_accelerates_megatron_plugin_recomputes_unasked():
-    """Why only full recomputation is written: of other choices the plugin would make this one, without a word."""
-    plugin = MegatronLMPlugin()
-    assert (plugin.recompute_granularity, plugin.recompute_method) == ("full", "uniform")
-
-
-def test_deepspeed_reads_its_json(tmp_path):
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed; make test-deepspeed installs it")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    write_files(option_of(ALL[0]), tmp_path, 8)
-    config = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text()) | {"train_batch_size": 2})
-    assert (config.zero_optimization_stage, config.grad_accum_dtype) == (3, "fp32")
 
 
 def test_the_trainer_reads_its_command(exported):
@@ -354,14 +312,6 @@ def test_the_trainer_reads_its_command(exported):
         (ALL[5], "megatron.args", "schedule zb_h1"),
         ("dp=8,pp=3,micro_batches=3", "megatron.args", "32 layers over 3 equal stages"),
         (ALL[6], "nanotron.yaml", "no cp in this file"),
-        (ALL[2], "picotron.json", "tp with sequence parallelism"),
-        ("cp=2,cp_sharding=contiguous", "picotron.json", "cp without dp"),
-        ("dp=2,cp=2", "picotron.json", "zigzag pieces"),
-        ("dp=2,pp=2", "picotron.json", "order pp-dp of ranks (it has dp-pp)"),
-        ("dp=2", "picotron.json", f"no recipe {FP32_GRADS} (it has bf16)"),
-        (ALL[4], "accelerate_megatron.yaml", "schedule interleaved"),
-        (ALL[2], "accelerate_megatron.yaml", "recomputation none"),
-        ("dp=4,cp=2,recompute=full", "accelerate_megatron.yaml", "no cp in this file"),
     ],
 )
 def test_what_a_framework_cannot_do_is_refused(text, name, why):
@@ -380,7 +330,6 @@ def test_what_a_framework_cannot_do_is_refused(text, name, why):
         ("bf16", "llama-3.1-8b", "course.sh", "no recipe bf16"),
         (FP32_GRADS, "gpt2", "nanotron.yaml", "no models of the gpt family"),
         (FP32_GRADS, "gpt2", "torchtitan.toml", "no gpt2 among its models"),
-        ("bf16", "smollm-1.7b", "picotron.json", "no tied head"),
         (FP32_GRADS, "deepseek-v3", "megatron.args", "no latent attention"),
         (FP32_GRADS, "xlm-r-base", "course.sh", "no models of the xlmr family"),
     ],
@@ -399,7 +348,7 @@ def test_what_no_file_says_is_refused_by_all(tmp_path):
         ({"attention": "standard"}, "attention that is not fused"),
     ]:
         told = write_files(replace(option, run=replace(option.run, **changes)), tmp_path, 8)
-        assert len(told) == 11 and all(f"no {why}" in line.replace(", no", " no") for line in told[1:]), told
+        assert len(told) == 9 and all(f"no {why}" in line.replace(", no", " no") for line in told[1:]), told
 
 
 def test_a_flavor_that_torchtitan_lacks_is_told_and_is_no_other_model():
@@ -416,8 +365,7 @@ def test_norms_of_queries_and_keys_are_an_argument_of_megatron_and_refused_elsew
     with_norms = replace(option.run, config=replace(option.run.config, name="mine", qk_norm=True))
     files, refused = export(replace(option, run=with_norms))
     assert [*files] == ["megatron.args"] and "qk-layernorm" in arguments(files["megatron.args"])
-    for name in ("nanotron.yaml", "picotron.json", "accelerate_megatron.yaml"):
-        assert "no norms of queries and keys" in refused[name]
+    assert "no norms of queries and keys" in refused["nanotron.yaml"]
     assert "no mine among its models" in refused["torchtitan.toml"]
 
 

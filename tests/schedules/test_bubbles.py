@@ -74,8 +74,6 @@ def test_other_refusals():
         bubble("1f1b", 2, 4, costs=Costs(pair_s=3))
     with pytest.raises(ValueError, match="multiple of pp"):
         bubble("interleaved", 4, 6, 2)
-    with pytest.raises(ValueError, match="forward_s is -1; give a finite number at least 0"):
-        bubble("1f1b", 2, 4, costs=Costs(forward_s=-1))
     for unlike in (Costs(forward_s=(1.0, 2.0)), Costs(transfer_s=0.1)):
         with pytest.raises(ValueError, match="stages must be equal, and transfers take no time; simulate it instead"):
             bubble("1f1b", 2, 4, costs=unlike)

@@ -115,13 +115,11 @@ def test_capacity_is_that_of_the_model():
     ("attempt", "text"),
     [
         (lambda: ExpertLayout(6, 4), "num_experts (6) must be divisible by ep (4); choose ep from 1, 2, 3, 6"),
-        (lambda: ExpertLayout(0), "num_experts is 0"),
         (lambda: ExpertLayout(8, 4, 3), "ep (4) must be divisible by ranks_per_node (3)"),
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "twice"), "method is 'twice'; choose from plain"),
         (lambda: moe_traffic(BY_HAND[:2], LAYOUT, 4), "the routing has 2 ranks, ep is 4"),
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded"), 'method "padded" needs a capacity'),
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded", capacity=0), "capacity is 0"),
-        (lambda: capacity_of(4, 2, 8, 0.0), "capacity_factor is 0.0"),
         (lambda: synthetic_routing(LAYOUT, 4, 9), "top_k (9) exceeds the 8 experts that a token can choose from"),
         (lambda: synthetic_routing(LAYOUT, 4, 5, max_nodes=1), "exceeds the 4 experts that a token can choose from (1"),
         (lambda: synthetic_routing(LAYOUT, 4, 2, max_nodes=3), "max_groups is 3; required: 1 to num_groups (2)"),

@@ -36,13 +36,7 @@ def test_random_numbers_depend_on_seed_step_and_place_but_tp_shares_them():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"steps": 2.5}, "steps is 2.5; give a whole number"),
-        ({"seed": 2**70}, r"seed is \d+; give a whole number from 0 to 4294967295"),
-        ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"warmup": 30}, r"warmup \(30\) must not exceed steps \(20\)"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"clip_norm": 0.0}, "clip_norm is 0.0"),
         ({"decay": "line"}, "choose from none, cosine"),
         ({"precision": "bf16"}, "choose from fp32, bf16-master"),
     ],

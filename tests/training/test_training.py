@@ -99,11 +99,8 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps is 0; give a whole number"),
         ({"batch_size": 2, "micro_batches": 3}, "micro_batches .3. must not exceed batch_size .2."),
         ({"precision": "fp8"}, "precision is 'fp8'; choose from fp32, autocast"),
-        ({"clip_norm": -1}, "clip_norm is -1; give a finite number above 0, or None"),
-        ({"clip_norm": 0}, "clip_norm is 0; give a finite number above 0, or None"),
     ],
 )
 def test_a_wrong_plan_is_refused(change, message):

@@ -2,8 +2,10 @@
 
 import functools
 import http.server
+import runpy
 import threading
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
@@ -56,6 +58,25 @@ def address(site):
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
+
+
+def test_pages_are_those_of_the_folder_and_an_address_brings_its_buttons(tmp_path, monkeypatch):
+    pytest.importorskip("sphinx", reason="needs Sphinx: make site installs it")
+    conf = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "site" / "conf.py")))
+    for name in ("notebooks/04_zero", "notebooks/04_zero_in_depth", "notebooks/index", "exercises/04_zero"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.ipynb").touch()
+    told = {heading: names for heading, names in conf.pages(tmp_path).items() if names}
+    assert told == {
+        "Lessons": ["notebooks/04_zero.ipynb"],
+        "In depth": ["notebooks/04_zero_in_depth.ipynb"],
+        "Exercises": ["exercises/04_zero.ipynb"],
+    }
+    assert "http" not in conf.opened_by("notebooks/04_zero.ipynb") or conf.ADDRESS
+    monkeypatch.setitem(conf.opened_by.__globals__, "ADDRESS", "https://github.com/owner/name")
+    line = conf.opened_by("notebooks/04_zero.ipynb")
+    assert "(https://colab.research.google.com/github/owner/name/blob/main/notebooks/04_zero.ipynb)" in line
+    assert "[Kaggle](https://www.kaggle.com/" in line and "download" in line
 
 
 def test_every_lesson_and_exercise_has_a_page_and_no_solution_has(site):
