@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib import model
 from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.hardware import LINKS, Cluster, gpu
-from course_lib.launch import launch
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
@@ -29,8 +27,6 @@ from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING, ladde
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.planner import cuts
 from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, KIND_COLORS, OKABE_ITO
-from course_lib.parallel import engine as engines
-from course_lib.parallel import zero
 from course_lib.plan import Job
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.schedules.instructions import loop_placement, v_placement
@@ -319,30 +315,3 @@ def test_which_links_a_group_uses_is_what_the_mesh_says():
     links = links_of_axes(MESH, 4, 1, False)
     said = {"node": "{} 2: inside a node", "network": "{} 2: over 2 nodes, one rank in each"}
     assert all(said[links[axis].kind].format(axis) in texts("ranks_on_nodes") for axis in ("pp", "dp", "tp"))
-
-
-def _what_is_whole():
-    """How many units are whole whenever a unit's turn begins, as an engine of stage 3 has it."""
-    group, seen = torch.distributed.group.WORLD, []
-    engine = zero.build(model.build(preset("toy")), group, stage=3)
-
-    def note(*_):
-        seen.append(sum(flat.is_whole for flat in engine.flats))
-
-    def enter(unit, enter_backward=engine._before_backward):
-        enter_backward(unit)
-        note()
-
-    for _, modules in engine.units:
-        modules[0].register_forward_pre_hook(note)
-    engine._before_backward = enter
-    x_BS = torch.arange(16).view(1, 16)
-    engines.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
-    return seen
-
-
-@pytest.mark.exhaustive
-def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
-    drawn = [int(text) for text in texts("gathered_ahead") if text in ("1", "2")]
-    for seen in launch(_what_is_whole, 2):
-        assert seen == drawn
