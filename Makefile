@@ -40,10 +40,12 @@ LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
 found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/index.ipynb
-# of npm: CPython as WebAssembly, a checker of pages, formulas
+# of npm: CPython as WebAssembly, a checker of pages, formulas, slides and their formulas
 PYODIDE := 314.0.7
 AXE := 4.14.1
 MATHJAX := 3.2.2
+REVEAL := 6.0.2
+KATEX := 0.19.1
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
@@ -52,7 +54,7 @@ KERNELS := avx2 default
 NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
-.PHONY: help setup lab page site wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
+.PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
         edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
@@ -165,12 +167,16 @@ check: setup  ## what the notebooks lack, without running them
 address: setup  ## where the course is had from: make address REPOSITORY=https://github.com/owner/name; badges, install cells, HUB=https://a.jupyterhub
 	$(RUN) -m course_lib.authoring address "$(REPOSITORY)" $(if $(HUB),--hub "$(HUB)")
 
-build/npm/node_modules/%/package.json:
-	@command -v npm >/dev/null || { echo "make: npm not found; install Node.js 18 or newer: it brings Pyodide and MathJax" >&2; exit 1; }
-	npm install --silent --no-audit --no-fund --ignore-scripts --no-save --prefix build/npm pyodide@$(PYODIDE) axe-core@$(AXE) mathjax@$(MATHJAX)
+NPM := build/npm/node_modules
+$(NPM)/%/package.json:
+	@command -v npm >/dev/null || { echo "make: npm not found; install Node.js 18 or newer: it brings Pyodide, MathJax and reveal.js" >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --ignore-scripts --no-save --prefix build/npm pyodide@$(PYODIDE) axe-core@$(AXE) mathjax@$(MATHJAX) reveal.js@$(REVEAL) katex@$(KATEX)
 
-page: setup build/npm/node_modules/pyodide/package.json  ## build/page: panels, planner and claims that compute in a browser; needs npm
-	$(RUN) -m course_lib.web.page build/page --pyodide build/npm/node_modules/pyodide
+page: setup $(NPM)/pyodide/package.json  ## build/page: panels, planner and claims that compute in a browser; needs npm
+	$(RUN) -m course_lib.web.page build/page --pyodide $(NPM)/pyodide
+
+slides: setup $(NPM)/reveal.js/package.json $(NPM)/katex/package.json  ## build/slides: a deck for each lesson, to show in class; needs npm
+	$(RUN) -m course_lib.authoring.slides build/slides --npm $(NPM)
 
 site: setup build/npm/node_modules/mathjax/package.json  ## build/site: lessons, exercises and reference as pages that need no server; with build/page where that is built
 	@$(RUN) -c 'import furo, myst_nb' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,site]"
@@ -206,7 +212,7 @@ gpu-day: $(STAMP)  ## what needs a GPU, most important first, in at most 9 minut
 test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 11 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
-test-browser: page site  ## JupyterLab, the page and the site in headless Chromium: chapters run, sliders move, narrow and wide, light and dark
+test-browser: page site slides  ## JupyterLab, the page and the site in headless Chromium: chapters run, sliders move, narrow and wide, light and dark
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser

@@ -1,6 +1,7 @@
 """What tests share: one process that sees all tokens, an odd model, how far results are apart, a sample of cases."""
 
 import math
+import os
 import random
 import re
 import socket
@@ -123,3 +124,12 @@ def free_port():
         with socket.socket() as found:
             if found.connect_ex(("127.0.0.1", port)) != 0:
                 return str(port)
+
+
+def my_device() -> torch.device:
+    """The GPU of this rank, which ranks share where there are more; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -168,6 +169,28 @@ def test_the_environment_for_conda_is_the_project_with_the_same_pins():
     assert section["pip"] == ["--constraint constraints.txt", "--editable .[lab,test]"]
     assert environment["name"] == PYPROJECT["project"]["name"]
     assert {"lab", "test"} <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+def test_the_image_is_built_from_files_that_are_here_with_the_pins_and_opens_what_the_readme_opens():
+    """There is no Docker where the tests run: its file is read, and what it calls is looked up."""
+    text = (ROOT / ".devcontainer" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    called = {word: [rest for name, rest in steps if name == word] for word in {name for name, _ in steps}}
+    assert set(called) == {"FROM", "COPY", "WORKDIR", "RUN", "USER", "EXPOSE", "CMD"} and steps[0][0] == "FROM"
+    version = re.fullmatch(r"python:(\d+\.\d+)-slim", called["FROM"][0])[1]
+    assert Version(version) in SpecifierSet(PYPROJECT["project"]["requires-python"])
+    install = called["RUN"][0]
+    assert PYTORCH_CPU.split()[1] in install and "-c constraints.txt" in install and "torch" in pins()
+    assert re.findall(r'"\.\[(\w+)\]"', install) == ["lab"] and "jupyterlab" in names_of_extra("lab")
+    assert "course new course" in called["RUN"][-1] and "course new" in README
+    assert called["USER"] == ["learner"], "a notebook runs any code, so not as root"
+    command = json.loads(called["CMD"][0])
+    index = command[-1].removeprefix("--LabApp.default_url=/lab/tree/")
+    assert command[:2] == ["jupyter", "lab"] and (ROOT / index).is_file()
+    described = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    assert described["forwardPorts"] == [int(port) for port in called["EXPOSE"]]
+    assert (ROOT / ".devcontainer" / described["build"]["dockerfile"]).is_file()
+    assert described["postCreateCommand"].startswith("course new ")
 
 
 def names_of_extra(extra: str) -> set[str]:

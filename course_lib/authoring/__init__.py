@@ -12,6 +12,7 @@ quotes.py     numbers in prose that stand in an output above
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
 readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
+slides.py     a deck of slides for each lesson
 wheel.py      the wheel for Colab: without notebooks and weights
 __main__.py   fmt, mirrors, exercises, quotes, check, address
 """

@@ -4,8 +4,6 @@ Bytes by kind are those of memory/, seconds by part those of the clock (timing/s
 (engines.py). Here stands how far such estimates were off, and whether that leaves room.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -96,8 +96,9 @@ class Mesh:
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from `rank` along `axis` only, itself included, in order."""
         _check_axis(axis)
-        first = rank - self.coordinates(rank)[axis] * self.strides[axis]
-        return [first + index * self.strides[axis] for index in range(getattr(self, axis))]
+        stride = self.strides[axis]
+        first = rank - self.coordinates(rank)[axis] * stride
+        return [first + index * stride for index in range(getattr(self, axis))]
 
     def data_ranks(self, rank: int) -> list[int]:
         """The ranks that differ from `rank` in dp and cp only, itself included, in order."""

@@ -13,8 +13,6 @@ FLOPs / bandwidth. Grouped queries hand on N / K times less, and so hide that mu
 Source   Liu et al. 2023 (arXiv:2310.01889), section 3.1
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token

@@ -1,7 +1,5 @@
 """Time of data parallelism: buckets beside the backward pass, tokens that hide a gather, offloaded states."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from course_lib.hardware import GPU, Link, link, peak_flops

@@ -1,7 +1,5 @@
 """What happens once a step, or once a micro-batch, besides layers: gradients, parameters of ZeRO, the update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Time of tensor and sequence parallelism: one layer on one rank, and which of its sums hide behind computing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token, attention_parameters, mlp_parameters

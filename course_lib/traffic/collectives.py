@@ -8,8 +8,6 @@ to another is a "send"; the matching receive sends nothing and is not listed. Wh
 world_size equal pieces, ranks differ by an element or two: then `rank` and `itemsize` matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -14,8 +14,6 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
          Jacobs et al. 2023 (arXiv:2309.14509)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from course_lib.memory.ranks import kv_block_bytes, narrow, tokens_of_rank

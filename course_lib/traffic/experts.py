@@ -8,8 +8,6 @@ once_per_rank    a row for each rank that a token reaches: on the way there with
 With skew, or a limit that follows the scores, draw a routing (synthetic_routing.py) and count it (routing.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -201,7 +201,7 @@ function open(name, words) {
   fill();
   main.replaceChildren(
     make("h2", { textContent: panel.title }), make("p", { className: "basis", textContent: panel.basis }), form,
-    make("div", { className: "row" }, ...buttons, ...(name === "planner" ? planner(chosen, put, result) : []), share),
+    make("div", { className: "row" }, ...buttons, ...(name === "planner" ? planner(chosen, put, result, form) : []), share),
     said, picture, result,
     make("p", { className: "basis", textContent: `Lesson: notebooks/${panel.lesson}.ipynb` }),
   );
@@ -220,9 +220,17 @@ async function busy(button, work) {
 }
 
 // ---- the planner: a file of a model, a search, files to take away
-function planner(chosen, put, result) {
+function planner(chosen, put, result, form) {
   let file = "", text = "";
-  const told = make("span", { textContent: "or drop a config.json of transformers here" });
+  const nothing = "or drop a config.json of transformers here";
+  const told = make("span", { textContent: nothing });
+  form.addEventListener("input", ({ target }) => {
+    if (!file) return;
+    if (target.id === "control-model") {
+      [file, text, choose.value] = ["", "", ""];
+      told.textContent = nothing;
+    } else told.textContent = `press Plan for ${file}; the picture is of the model above`;
+  });
   const choose = make("input", { type: "file", accept: ".json" });
   choose.setAttribute("aria-label", "a config.json of transformers");
   const take = async (one) => {
@@ -241,6 +249,7 @@ function planner(chosen, put, result) {
   };
   const press = make("button", { type: "button", textContent: "Plan" });
   press.onclick = () => busy(press, async () => {
+    if (file) told.textContent = `${file}: its shape is used in place of the model above`;
     const found = await ask({ do: "plan", words: chosen, file, text });
     put(found);
     document.body.dataset.planned = found.refused_because ? "refused" : "done";

@@ -11,6 +11,7 @@ import ast
 import base64
 import html
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -206,6 +207,17 @@ def as_written(app, what, name, obj, options, lines) -> None:
     lines[:] = text
 
 
+def plain_types(app, what, name, obj, options, signature: str | None, returns: str | None):
+    """A signature with the types alone: what checks them at a call is left out, as the docstring says it in words."""
+    types = r"Annotated\[((?:[^\[\]]|\[[^\]]*\])+?), functools\.partial\(<function .*?>.*?\)\]"
+    return re.sub(types, r"\1", signature or "") or signature, returns
+
+
+def is_field(app, what, name, obj, skip, options) -> bool | None:
+    """Skip the fields of a record, which its docstring tells; the rest is as autodoc would have it."""
+    return True if what == "class" and not (inspect.isroutine(obj) or isinstance(obj, property)) else None
+
+
 # What Sphinx calls
 
 
@@ -253,5 +265,7 @@ def setup(app) -> None:
     app.connect("source-read", read_source)
     app.connect("doctree-read", mend_links, priority=100)  # before Sphinx copies what is linked to
     app.connect("autodoc-process-docstring", as_written)
+    app.connect("autodoc-process-signature", plain_types)
+    app.connect("autodoc-skip-member", is_field)
     app.connect("html-page-context", for_all_readers, priority=900)  # after the theme
     app.connect("build-finished", finish)

@@ -110,6 +110,11 @@ def test_a_model_is_dropped_on_the_planner_and_its_files_are_taken_away(page, ad
     with page.expect_download() as download:
         page.click("a:text-is('torchtitan.toml')")
     assert "data_parallel_shard_degree" in Path(download.value.path()).read_text()
+    page.select_option("#control-optimizer", index=1)
+    page.wait_for_selector("text=press Plan for config.json; the picture is of the model above")
+    page.select_option("#control-model", "llama-3.1-70b")
+    page.wait_for_selector("text=or drop a config.json of transformers here")
+    assert page.input_value("input[type=file]") == ""
 
 
 def test_a_block_is_placed_on_the_grid_of_the_puzzle_and_the_address_keeps_it(page, address):

@@ -5,12 +5,12 @@ to rank, need NCCL and a GPU for each, and say so. The ring's tiles alone run on
 """
 
 import dataclasses
-import os
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import my_device
 
 from course_lib import model
 from course_lib.config import PRESETS, ModelConfig, preset
@@ -68,14 +68,6 @@ ENGINES = {
     "PyTorch's parts for experts": by_experts(native_expert, {}),
     "PyTorch's parts, grouped_mm": by_experts(native_expert, {}, dtype=torch.float32, within=1e-4),
 }
-
-
-def my_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def largest_difference(name):

@@ -4,10 +4,9 @@ Ranks that share a GPU talk through gloo, which takes tensors on a GPU in collec
 need NCCL and a GPU for each rank. What ranks allocate is beside what was simulated in test_fake_cluster_gpu.py.
 """
 
-import os
-
 import pytest
 import torch
+from harness import my_device
 
 from course_lib import model
 from course_lib.config import PRESETS, preset
@@ -22,37 +21,23 @@ pytestmark = pytest.mark.gpu
 SEQ_LEN = 64
 CONFIGS = {"dense": PRESETS["toy"], "experts": preset("toy-moe")}
 COLLECTIVES = [  # without a pipeline: under gloo on a shared GPU, and under NCCL where each rank has one
-    ("dense", "dp=2,zero_stage=3,micro_batches=2"),
-    ("dense", "tp=2,sequence_parallel=true"),
-    ("dense", "cp=2"),
-    ("dense", "dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2"),
-    ("dense", "cp=2,tp=2,zero_stage=2"),
-    ("dense", "dp=2,cp=2,cp_method=ulysses,zero_stage=3"),
-    ("experts", "dp=2,tp=2,ep=2"),
+    ("dense", "dp=2,zero_stage=3,micro_batches=2"), ("dense", "tp=2,sequence_parallel=true"), ("dense", "cp=2"),
+    ("dense", "dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2"), ("dense", "cp=2,tp=2,zero_stage=2"),
+    ("dense", "dp=2,cp=2,cp_method=ulysses,zero_stage=3"), ("experts", "dp=2,tp=2,ep=2"),
     ("experts", "dp=2,cp=2,ep=4,zero_stage=1"),
-]
+]  # fmt: skip
 PIPELINES = [
-    ("dense", "pp=2,micro_batches=4"),
-    ("dense", "pp=2,schedule=zbv,micro_batches=4"),
-    ("dense", "pp=2,dp=2,zero_stage=1,micro_batches=2"),
-    ("dense", "pp=2,tp=2,sequence_parallel=true,micro_batches=2"),
+    ("dense", "pp=2,micro_batches=4"), ("dense", "pp=2,schedule=zbv,micro_batches=4"),
+    ("dense", "pp=2,dp=2,zero_stage=1,micro_batches=2"), ("dense", "pp=2,tp=2,sequence_parallel=true,micro_batches=2"),
     ("experts", "pp=2,dp=2,ep=2,zero_stage=3,micro_batches=2"),
     ("experts", "pp=2,dp=2,cp=2,ep=2,zero_stage=1,micro_batches=2"),
     ("dense", "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2"),
-]
+]  # fmt: skip
 
 
 def need_a_gpu_each(layout: Layout) -> None:
     if torch.cuda.device_count() < layout.world_size:
         pytest.skip(f"NCCL needs a GPU for each of {layout.world_size} ranks; here are {torch.cuda.device_count()}")
-
-
-def my_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def batches_of(layout, dp_rank, config, device):

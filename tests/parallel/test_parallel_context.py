@@ -1,12 +1,9 @@
-"""Context parallelism from scratch: gradients against one process; bytes: test_parallel_five_d.py."""
+"""Context parallelism from scratch: what is refused; gradients and bytes: test_ring.py, test_parallel_five_d.py."""
 
-import copy
 import dataclasses
 
-import pytest
 import torch
 import torch.distributed as dist
-from harness import distance, one_process
 
 from course_lib import model
 from course_lib.config import ModelConfig
@@ -17,90 +14,10 @@ from course_lib.parallel import engine as engines
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=32)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
-ROWS, LENGTHS = (2, 1), (16, 8)  # two micro-batches, one of them shorter
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    method: str = "ring"
-    sequence_sharding: str = "zigzag"
-    config: ModelConfig = LLAMA
-    recompute: str = "none"
-    attention: str = "fused"
-    causal: bool = True
-    outer: int = 1
-    frozen: tuple[str, ...] = ()
 
 
 def config_of(config, **changes):
     return dataclasses.replace(config, **changes)
-
-
-CASES = {
-    **{
-        f"{method}, {sequence_sharding}": Case(method, sequence_sharding)
-        for method in ("ring", "all_gather")
-        for sequence_sharding in ("contiguous", "zigzag", "striped")
-    },
-    "tied, 4 key/value heads, full": Case("ring", config=config_of(LLAMA, tied=True, num_kv_heads=4), recompute="full"),
-    "1 key/value head, selective": Case("ring", "striped", config_of(LLAMA, num_kv_heads=1), recompute="selective"),
-    "gathered, full": Case("all_gather", "zigzag", recompute="full"),
-    "standard, frozen": Case("ring", attention="standard", frozen=("embed.weight", "attention.k.weight")),
-    "tied gpt": Case("ring", config=config_of(GPT, tied=True)),
-    "gpt in both directions": Case("ring", "striped", GPT, causal=False),
-    "gpt in both directions, gathered": Case("all_gather", "contiguous", GPT, causal=False),
-    "ulysses": Case("ulysses", config=config_of(LLAMA, num_kv_heads=4)),
-    "both": Case("ulysses", outer=2),
-}
-
-
-def built(case):
-    """The same on every rank: weights, biases that are not zero, frozen parameters."""
-    whole = model.build(case.config, 1, torch.float64, attention=case.attention, recompute=case.recompute)
-    generator = torch.Generator().manual_seed(2)
-    for name, param in whole.named_parameters():
-        if name.endswith("bias"):
-            param.data.normal_(generator=generator)
-        param.requires_grad_(not name.endswith(case.frozen) if case.frozen else True)
-    for block in whole.blocks:
-        block.attention.causal = case.causal
-    return whole
-
-
-def micro_batches(vocab_size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS, strict=True)]
-    return [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in rows]
-
-
-def measure(case):
-    whole = built(case)
-    reference = copy.deepcopy(whole)
-    engine = context.build(whole, dist.group.WORLD, case.method, case.sequence_sharding, case.outer)
-    batches = micro_batches(case.config.vocab_size)
-    loss = engines.accumulate_gradients(engine, batches)
-    return {
-        "apart": distance(engines.full_gradients(engine), loss, *one_process(reference, batches)),
-        "tied": engine.module.head.weight is engine.module.embed.weight,
-    }
-
-
-def measure_all(cases):
-    size = dist.get_world_size()
-    return {name: measure(case) for name, case in cases.items() if size % case.outer == 0 and size > case.outer}
-
-
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def measured(request):
-    return launch(measure_all, request.param, CASES)
-
-
-def test_loss_and_gradients_equal_one_process(measured):
-    assert len(measured[0]) == len(CASES) - (len(measured) == 2)  # both methods together need 4 ranks
-    for rank in measured:
-        for name, of_case in rank.items():
-            assert max(of_case["apart"].values()) < 1e-12, (name, of_case["apart"])
-            assert of_case["tied"] == CASES[name].config.tied
 
 
 # --- refused, before anything is sent

@@ -25,37 +25,31 @@ from course_lib.training.precision import gradient_of
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 FOLDED = "sequence_parallel=true"  # whole experts on the ranks of tp too
 TWO = [
-    ("experts", f"tp=2,ep=2,{FOLDED},micro_batches=2"),
-    ("llama", "dp=2,micro_batch=2"),
+    ("experts", f"tp=2,ep=2,{FOLDED},micro_batches=2"), ("llama", "dp=2,micro_batch=2"),
     ("tied", "dp=2,schedule=interleaved,v=2,micro_batches=2"),  # one weight in two stages of a rank
     ("tied", "dp=2,zero_stage=1,micro_batches=2,recompute=full"),
     ("tied", "dp=2,zero_stage=2,micro_batches=2,recompute=full"),
     ("tied", "dp=2,zero_stage=3,micro_batches=2,recompute=selective"),
     ("gpt", "tp=2,micro_batches=2,recompute=selective"),
     ("gpt", "tp=2,sequence_parallel=true,regather=true,micro_batches=2,recompute=full"),
-    ("llama", "cp=2,micro_batches=2,recompute=full"),
-    ("tied", "cp=2,zero_stage=3,cp_method=ulysses,recompute=full"),
+    ("llama", "cp=2,micro_batches=2,recompute=full"), ("tied", "cp=2,zero_stage=3,cp_method=ulysses,recompute=full"),
     ("tied", "pp=2,micro_batches=3,micro_batch=2,recompute=full"),
     ("tied", "pp=2,schedule=interleaved,v=2,micro_batches=4,recompute=full"),
     ("tied experts", "pp=2,schedule=zbv,micro_batches=3,recompute=full"),
-    ("experts", "dp=2,ep=2,micro_batches=2,recompute=full"),
-    ("llama", "tp=2,schedule=interleaved,v=2,micro_batches=2"),
+    ("experts", "dp=2,ep=2,micro_batches=2,recompute=full"), ("llama", "tp=2,schedule=interleaved,v=2,micro_batches=2"),
     ("gpt", "pp=2,zero_stage=1,schedule=zb_h1,micro_batches=3"),  # biases
-    ("latent", "tp=2,micro_batches=2,recompute=full"),
-    ("latent", "tp=2,sequence_parallel=true,micro_batches=2"),
-    ("latent", "cp=2,micro_batches=2,recompute=selective"),
-    ("latent", "cp=2,cp_method=ulysses"),
+    ("latent", "tp=2,micro_batches=2,recompute=full"), ("latent", "tp=2,sequence_parallel=true,micro_batches=2"),
+    ("latent", "cp=2,micro_batches=2,recompute=selective"), ("latent", "cp=2,cp_method=ulysses"),
     ("tied", "dp=2,zero_stage=3,dp_replicate=2,micro_batches=2"),  # a replica on each rank
     ("head norms", "tp=2,micro_batches=2,recompute=full"),
     ("head norms", "cp=2,cp_method=ulysses,zero_stage=2,recompute=selective"),
-]
+]  # fmt: skip
 FOUR = [
     ("tied", "dp=2,tp=2,zero_stage=1,micro_batches=2"),
     ("llama", "dp=2,tp=2,zero_stage=2,sequence_parallel=true,regather=true,micro_batches=2"),
     ("tied", "dp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2,recompute=full"),
     ("llama", "tp=4,sequence_parallel=true"),  # two key/value heads on four ranks
-    ("tied", "tp=4,zero_stage=3"),
-    ("tied", "pp=2,dp=2,zero_stage=1,micro_batches=4"),
+    ("tied", "tp=4,zero_stage=3"), ("tied", "pp=2,dp=2,zero_stage=1,micro_batches=4"),
     ("tied", "pp=2,dp=2,schedule=zbv,micro_batches=3"),
     ("llama", "pp=2,dp=2,zero_stage=2,micro_batches=2,schedule=interleaved,v=2"),
     ("tied", "pp=2,dp=2,zero_stage=3,micro_batches=3,schedule=interleaved,v=1"),
@@ -82,8 +76,7 @@ FOUR = [
     ("experts", "dp=2,cp=2,ep=2,zero_stage=3,micro_batches=2"),
     ("biased experts", "pp=2,dp=2,ep=2,schedule=interleaved,v=2,micro_batches=2"),
     ("latent", "tp=4,sequence_parallel=true,regather=true,recompute=full"),
-    ("llama", "dp=4,zero_stage=1,dp_replicate=2,micro_batches=2"),
-    ("tied", "dp=4,zero_stage=2,dp_replicate=2"),
+    ("llama", "dp=4,zero_stage=1,dp_replicate=2,micro_batches=2"), ("tied", "dp=4,zero_stage=2,dp_replicate=2"),
     ("tied", "dp=2,cp=2,zero_stage=3,dp_replicate=2,micro_batches=2,recompute=full"),
     ("experts", "dp=4,ep=2,zero_stage=2,dp_replicate=2,micro_batches=2"),
     ("gpt", "dp=2,tp=2,zero_stage=1,dp_replicate=2,sequence_parallel=true"),
@@ -95,8 +88,7 @@ FOUR = [
     ("head norms", "tp=4"),  # norms over four ranks, key/value heads over two
     ("head norms", "dp=2,tp=2,zero_stage=1"),
     ("head norms", "dp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2,recompute=full"),
-    ("head norms", "cp=2,tp=2"),
-    ("head norms", "dp=2,tp=2,zero_stage=2,dp_replicate=2"),
+    ("head norms", "cp=2,tp=2"), ("head norms", "dp=2,tp=2,zero_stage=2,dp_replicate=2"),
     ("tied head norms", "dp=2,tp=2,ep=2,zero_stage=2,micro_batches=2"),
     ("tied head norms", "pp=2,tp=2,schedule=zb_h1,micro_batches=3"),
     *[("tied experts", f"dp=2,tp=2,ep=4,zero_stage={stage},{FOLDED},micro_batches=2") for stage in range(4)],
@@ -106,7 +98,7 @@ FOUR = [
     ("biased experts", f"cp=2,tp=2,ep=4,{FOLDED},regather=true,zero_stage=1,recompute=selective"),
     ("tied experts", f"pp=2,tp=2,ep=2,{FOLDED},schedule=zb_h1,micro_batches=3"),
     ("experts", f"dp=2,tp=2,ep=2,expert_tp=1,{FOLDED},zero_stage=3,dp_replicate=2,order=tp-pp-cp-dp"),
-]
+]  # fmt: skip
 EIGHT = [
     ("experts", "pp=2,tp=2,cp=2,ep=2,zero_stage=1,sequence_parallel=true,micro_batches=3"),  # everything at once
     ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero_stage=3,sequence_parallel=true,regather=true,micro_batches=2"),

@@ -167,26 +167,6 @@ def wire(dtype, merge_dtype=None):
     return sent[0], meter.sent_bytes - sent[0], out.dtype, k.grad.dtype
 
 
-def refused():
-    group, found = dist.group.WORLD, {}
-    q, k, v, _ = (x[:, :, :4] for x in whole_inputs())
-    wrong = {
-        "no group": (q, k, v, None),
-        "heads": (q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], group),
-        "lengths": (q[:, :, :2], k, v, group),
-        "odd": (q[:, :, :3], k[:, :, :3], v[:, :, :3], group),
-        "sequence_sharding": (q, k, v, group, "spiral"),
-    }
-    for name, arguments in wrong.items():
-        for attention in METHODS.values():
-            with ByteMeter() as meter, pytest.raises(ValueError) as error:
-                attention(*arguments)
-            found[name] = str(error.value), meter.sent_bytes + found.get(name, ("", 0))[1]
-    with pytest.raises(ValueError, match="kernel is 'slow'; choose from fused, standard"):
-        ring_attention(q, k, v, group, kernel="slow")
-    return found
-
-
 def in_ranks():
     apart, same = {}, []
     for sequence_sharding in SEQUENCE_SHARDINGS:
@@ -205,7 +185,6 @@ def in_ranks():
         "computed in both directions": tiles_computed("zigzag", causal=False),
         "spans": traced(),
         "wire": [wire(torch.float32), wire(torch.bfloat16), wire(torch.bfloat16, torch.bfloat16), wire(torch.float64)],
-        "refused": refused(),
     }
 
 
@@ -266,16 +245,3 @@ def test_bytes_are_of_key_value_heads_and_gradients_travel_in_the_dtype_of_the_s
     assert in_bfloat16 == (2 * numbers, (2 + 4) * numbers, torch.bfloat16, torch.bfloat16)
     assert sums_in_bfloat16 == (2 * numbers, (2 + 2) * numbers, torch.bfloat16, torch.bfloat16)
     assert in_float64 == (8 * numbers, (8 + 8) * numbers, torch.float64, torch.float64)
-
-
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(ranks):
-    words = {
-        "no group": "needs a process group",
-        "heads": "K dividing N",
-        "lengths": "they must be (B, N, s, H)",
-        "odd": "each rank has 3 tokens; zigzag needs",
-        "sequence_sharding": "choose from contiguous, zigzag, striped",
-    }
-    for rank in ranks:
-        for name, (message, sent_bytes) in rank["refused"].items():
-            assert words[name] in message and sent_bytes == 0, name

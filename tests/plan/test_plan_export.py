@@ -1,7 +1,5 @@
 """Files for other frameworks: their parsers read them, or their fields are known; what they cannot do is refused."""
 
-import importlib.util
-import json
 import shlex
 import tomllib
 from dataclasses import replace
@@ -286,16 +284,6 @@ def test_accelerate_reads_its_files(exported, tmp_path):
     assert "GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)" in fsdp2
     write_files(option_of("dp=8,zero_stage=3", "bf16-master", "mixtral-8x7b"), tmp_path / "moe", 8)
     assert "to_wrap: MixtralDecoderLayer" in (tmp_path / "moe" / "accelerate_fsdp2.yaml").read_text()
-
-
-def test_deepspeed_reads_its_json(tmp_path):
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed; make test-deepspeed installs it")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    write_files(option_of(ALL[0]), tmp_path, 8)
-    config = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text()) | {"train_batch_size": 2})
-    assert (config.zero_optimization_stage, config.grad_accum_dtype) == (3, "fp32")
 
 
 def test_the_trainer_reads_its_command(exported):

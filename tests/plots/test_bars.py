@@ -210,21 +210,6 @@ def numel_of(part, config):
 
 
 @pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
-def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
-    layout = Layout.parse(text)
-    parts, shares = held(config, layout)
-    for part in parts:
-        mine = [share for share in shares if share.part == part]
-        copies = layout.expert_dp if part.name == "MoE" else layout.data_size
-        assert sum(share.of_parameters for share in mine) == (1 if layout.zero_stage == 3 else copies)
-        assert sum(share.of_states for share in mine) == (1 if layout.zero_stage else copies)
-        if layout.zero_stage:  # no two boxes lie on each other
-            assert len({(share.left, share.states[0]) for share in mine}) == len(mine)
-            assert len({share.of_states for share in mine}) == 1
-        assert len({layout.mesh.coordinates(share.rank)["pp"] for share in mine}) == 1
-
-
-@pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
 def test_what_is_drawn_is_what_a_rank_has(config, text):
     """Boxes, weighted with the parts' parameters, beside the formula to the byte: norms and key/value copies differ."""
     layout, total = Layout.parse(text), count_parameters(config)

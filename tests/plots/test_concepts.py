@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib import model
 from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.hardware import LINKS, Cluster, gpu
-from course_lib.launch import launch
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
@@ -28,9 +26,7 @@ from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING, ladder
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.planner import cuts
-from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, COMPUTE_COLOR, KIND_COLORS, OKABE_ITO
-from course_lib.parallel import engine as engines
-from course_lib.parallel import zero
+from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, KIND_COLORS, OKABE_ITO
 from course_lib.plan import Job
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.schedules.instructions import loop_placement, v_placement
@@ -290,35 +286,6 @@ def test_the_wires_of_a_node_are_as_wide_as_their_bytes_and_the_lines_across_hos
         assert float(across["stroke-width"]) == pytest.approx(22 / 0.9 * row.link_bytes / most, abs=0.06)
 
 
-def test_each_kind_of_experts_stores_and_uses_the_same_width():
-    idle, used, shared = (rects("expert_kinds", color) for color in ("#E2E2E2", COMPUTE_COLOR, OKABE_ITO["green"]))
-    for boxes in (used + shared, used + shared + idle):
-        rows = {}
-        for _, y, width, height in boxes:
-            if height > 20:  # no square of the legend
-                rows[y] = rows.get(y, 0) + width
-        assert len(rows) == 3 and list(rows.values()) == pytest.approx([next(iter(rows.values()))] * 3, rel=0.02)
-
-
-def test_streams_work_in_order_and_the_wait_holds_the_optimizer_not_the_cpu():
-    cpu, compute, communication = (rects("streams", c) for c in ("#999999", COMPUTE_COLOR, COMMUNICATION_COLOR))
-    ends = [[x + width for x, _, width, _ in lane] for lane in (cpu, compute, communication)]
-    assert [box[0] for box in communication] == pytest.approx(ends[1][:1] + ends[2][:2], abs=0.2)
-    assert compute[-1][0] == pytest.approx(ends[2][-1], abs=0.2) and ends[0][-1] < compute[1][0] + compute[1][2]
-
-
-def test_ticks_are_all_numbers_that_a_format_has_and_curves_meet_at_twice_the_least():
-    drawn = [one for one in elements("numbers", "path") if (one["stroke"], one["stroke-width"]) == ("#000000", "1.1")]
-    every = [torch.arange(1 << 15).to(torch.int16).view(kind).double() for kind in (torch.bfloat16, torch.float16)]
-    assert len(drawn) == sum(int(((one >= 0.985) & (one <= 1.03)).sum()) for one in every)
-    lines, words = (elements("batch_tradeoff", tag) for tag in ("path", "text"))
-    twice = next(float(one["y"]) for one in words if one["words"] == "2") - 4  # its tick
-    critical = next(one["d"] for one in lines if one.get("stroke-dasharray", "").startswith("1.1"))[1:].split(" ")[0]
-    for color in ("blue", "vermillion"):
-        curve = next(one["d"] for one in lines if one["stroke"] == OKABE_ITO[color].lower())
-        assert float(re.search(rf"L{critical} ([\d.]+)", curve)[1]) == pytest.approx(twice, abs=1)
-
-
 def test_widths_of_a_recomputed_block_are_its_bytes_and_each_rung_has_its_box():
     widths = Counter()
     for _, y, width, height in rects("recomputed_block", KIND_COLORS["activations"]):
@@ -337,14 +304,6 @@ def test_a_zero_stage_holds_a_quarter_of_what_it_cuts():
     assert (first, cut) == (4, 12) and whole == pytest.approx(4 * part, abs=4)
 
 
-def test_a_block_has_an_all_reduce_at_each_g_forward_and_at_each_f_backward():
-    assert Counter(texts("f_and_g"))["all-reduce"] == Counter(texts("f_and_g"))["nothing"] == 4
-    sent = texts("half_block")
-    for name, forward, backward in (("gather_in", "all-gather", "reduce-scatter"),
-                                    ("scatter_sum", "reduce-scatter", "all-gather")):  # fmt: skip
-        assert sent[sent.index(name) :][1:3] == [f"→ {forward}", f"← {backward}"]
-
-
 def test_a_block_of_keys_is_of_no_use_to_6_of_16_places_and_each_comes_to_every_rank():
     table = read_by_rows("ring_travel", "k v of")
     assert table == [f"k v of {(rank - step) % 4}" for rank in range(4) for step in range(4)]
@@ -352,41 +311,7 @@ def test_a_block_of_keys_is_of_no_use_to_6_of_16_places_and_each_comes_to_every_
     assert len(hatched) == 6 == sum(of > rank for rank in range(4) for of in range(4))
 
 
-def test_heads_are_held_twice_on_8_ranks_and_by_tokens_a_token_is_on_one_rank():
-    assert Counter(texts("heads_2_and_8"))["k0 v0"] == 3 and Counter(texts("heads_2_and_8"))["q0"] == 2
-    by_rows = [one for one in read_by_rows("two_cuts_of_x", "") if one in ("0", "1")]
-    tokens = [by_rows[12 * token : 12 * token + 12] for token in range(4)]
-    assert all(len(set(row[:6])) == 1 and row[6:] == ["0"] * 3 + ["1"] * 3 for row in tokens)
-
-
 def test_which_links_a_group_uses_is_what_the_mesh_says():
     links = links_of_axes(MESH, 4, 1, False)
     said = {"node": "{} 2: inside a node", "network": "{} 2: over 2 nodes, one rank in each"}
     assert all(said[links[axis].kind].format(axis) in texts("ranks_on_nodes") for axis in ("pp", "dp", "tp"))
-
-
-def _what_is_whole():
-    """How many units are whole whenever a unit's turn begins, as an engine of stage 3 has it."""
-    group, seen = torch.distributed.group.WORLD, []
-    engine = zero.build(model.build(preset("toy")), group, stage=3)
-
-    def note(*_):
-        seen.append(sum(flat.is_whole for flat in engine.flats))
-
-    def enter(unit, enter_backward=engine._before_backward):
-        enter_backward(unit)
-        note()
-
-    for _, modules in engine.units:
-        modules[0].register_forward_pre_hook(note)
-    engine._before_backward = enter
-    x_BS = torch.arange(16).view(1, 16)
-    engines.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
-    return seen
-
-
-@pytest.mark.exhaustive
-def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
-    drawn = [int(text) for text in texts("gathered_ahead") if text in ("1", "2")]
-    for seen in launch(_what_is_whole, 2):
-        assert seen == drawn

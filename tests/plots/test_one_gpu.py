@@ -1,4 +1,4 @@
-"""Pictures of one GPU and of precision: squares are counted, shares are what torch makes."""
+"""Pictures of one GPU and of precision: squares are counted, formats are torch's, shares are what torch makes."""
 
 from collections import Counter
 
@@ -7,6 +7,9 @@ import torch
 
 from course_lib.float_formats import FORMATS
 from course_lib.plots import precision, tiles
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+          "fp8 e5m2": torch.float8_e5m2, "fp8 e4m3": torch.float8_e4m3fn}  # fmt: skip
 
 
 def test_every_kind_has_as_many_squares_as_it_has_numbers(shown):
@@ -18,6 +21,13 @@ def test_every_kind_has_as_many_squares_as_it_has_numbers(shown):
     assert [text.get_text() for text in shown[0].axes[0].texts] == ["40", "40", "13"]
     with pytest.raises(ValueError, match="have no colour"):
         tiles.show_squares({"weights": 3}, "c", "t")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_formats_agree_with_torch(name):
+    fmt, info = FORMATS[name], torch.finfo(DTYPES[name])
+    assert (fmt.bits, fmt.largest, fmt.smallest_normal) == (info.bits, info.max, info.smallest_normal)
+    assert fmt.epsilon == info.eps
 
 
 def test_panels_count_what_torch_makes_of_gradients():

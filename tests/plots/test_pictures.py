@@ -31,7 +31,7 @@ from course_lib.plots import (
     timeline,
 )
 from course_lib.run import Run
-from course_lib.schedules import Costs, make, simulate
+from course_lib.schedules import Costs
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
 from course_lib.timing.failures import Failures
 
@@ -43,7 +43,6 @@ FLOW = data_parallel.FlowRow("gradients", "gradients", [[10.0, None], [None, 40.
 STEP = Timeline([0.0, 1.0, 2.0], {kind: [4, 8, 4] for kind in KINDS}, [(1.0, "backward"), (2.0, "optimizer")])
 WHOLE = [[0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23], [*range(6, 18)]]
 LENGTHS = {f"cp {cp}": {1024 * k: 5e9 + 2e6 * 1024 * k / cp for k in (16, 64, 256, 1024)} for cp in (1, 2, 4, 8)}
-TINY = {name: simulate(make(name, 2, 2)) for name in ("naive", "afab")}
 JOB, RUNS = measured_job("8B", 64), measured_runs("8B", 64)
 RANKED = plan(JOB)
 NAMED = {f"{index} {choosing.cut_name(one.layout)}": one for index, one in enumerate(RANKED[:5], 1)}

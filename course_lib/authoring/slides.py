@@ -1,0 +1,229 @@
+"""A deck of slides for each lesson, from its stored outputs: headings, pictures, what they show; the prose as notes.
+
+    python -m course_lib.authoring.slides build/slides --npm build/npm/node_modules
+
+A slide is a section of the lesson with a picture and what the text below says was seen (*What you saw*, *So ...*). A
+section without either is its first sentence. The words of the lesson stand in the speaker's notes (key s). Pages need
+nothing but their folder; any web server can serve it.
+"""
+
+import argparse
+import base64
+import html
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from course_lib.authoring.form import ROOT, read
+from course_lib.authoring.links import NAVIGATION, chapters_of, exercises_of
+
+FROM_NPM = (
+    "reveal.js/dist/reset.css", "reveal.js/dist/reveal.css",
+    "reveal.js/dist/reveal.js", "reveal.js/dist/plugin/notes.js",
+    "katex/dist/katex.min.css", "katex/dist/katex.min.js", "katex/dist/contrib/auto-render.min.js", "katex/dist/fonts",
+)  # fmt: skip
+LEFT_OUT = ("Play with it", "Break it", "True or false?", "Names", "Your sheet")  # done by hand, not shown
+MOST_LETTERS, MOST_ALONE = 330, 600  # of sentences beside a picture; without one
+SEEN, TELLS = "**What you saw.**", "*So "
+_SENTENCE = re.compile(r"(?:(?<=[.?])|(?<=[.?]\*))\s+(?=[A-Z*$`(])")
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="reveal.js/dist/reset.css">
+<link rel="stylesheet" href="reveal.js/dist/reveal.css">
+<link rel="stylesheet" href="katex/dist/katex.min.css">
+<link rel="stylesheet" href="slides.css">
+</head>
+<body>
+<div class="reveal"><div class="slides">
+{slides}
+</div></div>
+<script src="reveal.js/dist/reveal.js"></script>
+<script src="reveal.js/dist/plugin/notes.js"></script>
+<script src="katex/dist/katex.min.js"></script>
+<script src="katex/dist/contrib/auto-render.min.js"></script>
+<script src="slides.js"></script>
+</body>
+</html>
+"""
+_CSS = """body { background: #fff; color: #1a1a1a; color-scheme: light; }
+.reveal { font: 28px/1.35 system-ui, sans-serif; }
+.reveal .slides { text-align: left; }
+.reveal .slides section { padding: 0; }
+.page { height: 720px; padding: 16px 40px; box-sizing: border-box; display: flex; flex-direction: column; }
+.list { display: block; columns: 2; }
+h1 { font-size: 52px; line-height: 1.2; margin-bottom: 28px; }
+h2 { font-size: 38px; line-height: 1.2; margin-bottom: 16px; }
+h1, h2, strong { font-weight: 650; }
+em { font-style: italic; }
+p, li { margin: 8px 0; }
+ul { list-style: disc; padding-left: 1.2em; }
+code { font-family: ui-monospace, monospace; font-size: 0.86em; }
+img { flex: 1 1 0; min-height: 0; width: 100%; object-fit: contain; margin-bottom: 8px; color-scheme: light; }
+.long { font-size: 24px; }
+a { color: #0b5cad; }
+"""
+_JS = """const size = { width: 1280, height: 720, margin: 0.02, center: false };
+Reveal.initialize({ ...size, hash: true, transition: "none", plugins: [RevealNotes] });
+const signs = [{ left: "$$", right: "$$", display: true }, { left: "$", right: "$", display: false }];
+renderMathInElement(document.querySelector(".slides"), { delimiters: signs, throwOnError: false });
+document.body.dataset.ready = "";
+"""
+
+
+@dataclass
+class Slide:
+    """A heading, at most one picture (its file's name and words for it), sentences in Markdown, and the prose."""
+
+    heading: str
+    picture: tuple[str, str] | None = None
+    says: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a paragraph."""
+    return [one for one in _SENTENCE.split(" ".join(text.split())) if one]
+
+
+def concluding(text: str) -> list[str]:
+    """The sentences of a text that say what was seen (*What you saw*), and those that tell what to do (*So ...*)."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        seen = paragraph.startswith(SEEN)
+        found += [one for one in sentences(paragraph.removeprefix(SEEN)) if seen or TELLS in one]
+    return found
+
+
+def shortened(says: list[str], most_letters: int) -> list[str]:
+    """The first sentences within a number of letters; what tells to do always, what ends in a colon never."""
+    told = [one for one in says if TELLS in one]
+    letters, found = sum(map(len, told)), []
+    for one in says:
+        letters += len(one) if one not in told else 0
+        if one in told or (letters <= most_letters and not one.endswith(":")):
+            found.append(one)
+    return found
+
+
+def pictures(cell) -> list[tuple[str, bytes, str]]:
+    """The stored pictures of a cell: suffix, content, words for who does not see them."""
+    found = []
+    for data in (output.get("data", {}) for output in cell.get("outputs", ())):
+        if svg := data.get("image/svg+xml"):
+            title = re.search(r"<title>(.*?)</title>", svg, re.DOTALL)
+            found.append(("svg", svg.encode(), html.unescape(title[1]) if title else ""))
+        elif png := data.get("image/png"):
+            found.append(("png", base64.b64decode(png), ""))
+    return found
+
+
+def deck(nb, number: str, folder: Path) -> list[Slide]:
+    """The slides of a lesson; its pictures are written into the folder."""
+    slides, shown = [], 0
+    for cell in nb.cells:
+        if cell.cell_type == "markdown" and cell["id"] not in NAVIGATION:
+            for part in filter(None, re.split(r"(?m)^(?=##? )", cell.source)):
+                if heading := re.match(r"##? (.*)\n?", part):
+                    slides.append(Slide(heading[1]))
+                    part = part[heading.end() :]
+                slides[-1].notes.append(part.strip())
+                slides[-1].says += concluding(part)
+        for suffix, content, words in pictures(cell):
+            shown += 1
+            name = f"{number}_{shown:02d}.{suffix}"
+            (folder / name).write_bytes(content)
+            if slides[-1].picture:
+                slides.append(Slide(slides[-1].heading))
+            slides[-1].picture = (name, words or slides[-1].heading)
+    kept = [one for one in slides[1:] if not one.heading.endswith(LEFT_OUT)]
+    for one in kept:
+        paragraphs = [text for note in one.notes for text in note.split("\n\n") if text]
+        if one.heading.endswith("Recap"):
+            one.says = paragraphs[:1]
+            continue
+        one.says = shortened(one.says, MOST_LETTERS if one.picture else MOST_ALONE)
+        if not one.says and paragraphs:
+            one.says = sentences(paragraphs[0])[:2] if paragraphs[0][0] not in "-|$" else []
+    return [*_opening(slides[0]), *kept]
+
+
+def _opening(first: Slide) -> list[Slide]:
+    """The title with what the lesson is about; what a learner can do afterwards."""
+    about, _, goals = "\n\n".join(first.notes).partition("After this lesson you can")
+    goals = [line for line in goals.split("\n\n") if line.startswith("- ")][:1]
+    return [Slide(first.heading, None, [about.strip()]), Slide("After this lesson you can", None, goals)]
+
+
+def exercises_slide(name: str) -> Slide:
+    """The exercises of a lesson's chapter, with minutes and difficulty."""
+    cells = read(ROOT / "exercises" / exercises_of(name, ROOT)).cells
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    found = re.findall(r"^## Exercise (\d+ · .*)\n+\*(.*?)\.?\*", text, re.MULTILINE)
+    return Slide(f"Exercises of chapter {name[:2]}", None, ["\n".join(f"- {title} ({asks})" for title, asks in found)])
+
+
+def as_html(slide: Slide, level: int = 2) -> str:
+    """One slide of reveal.js."""
+    from nbconvert.filters.markdown_mistune import markdown2html_mistune as to_html
+
+    unlinked = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text) for text in (*slide.says, "\n\n".join(slide.notes))]
+    *says, notes = unlinked
+    joined = " ".join(says) if slide.picture else "\n\n".join(says)
+    picture = f'<img src="{slide.picture[0]}" alt="{html.escape(slide.picture[1])}">' if slide.picture else ""
+    kind = ' class="long"' if len(joined) > 450 else ""
+    heading = re.sub(r"</?p>", "", to_html(slide.heading)).strip()
+    return (
+        f'<section{kind}><div class="page"><h{level}>{heading}</h{level}>\n{picture}{to_html(joined)}</div>'
+        f'<aside class="notes">{to_html(notes)}</aside></section>'
+    )
+
+
+def write_slides(folder: Path, npm: Path) -> list[Path]:
+    """Write a deck for each lesson and a list of them into a folder, which is made anew; return the decks.
+
+    Raises   ValueError if npm's packages lack a file, or the folder holds something else than slides
+    """
+    if missing := [name for name in FROM_NPM if not (npm / name).exists()]:
+        raise ValueError(f"{npm} lacks {', '.join(missing)}; give the folder of npm's packages reveal.js and katex")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "slides.js").is_file():
+        raise ValueError(f"{folder} holds something else than slides; give an empty folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in FROM_NPM:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (npm / name).is_dir() else shutil.copy)(npm / name, folder / name)
+    (folder / "slides.css").write_text(_CSS, encoding="utf-8")
+    (folder / "slides.js").write_text(_JS, encoding="utf-8")
+    decks, links = [], []
+    for name in chapters_of(ROOT / "notebooks"):
+        number = Path(name).stem.split("_")[0]
+        slides = [*deck(read(ROOT / "notebooks" / name), number, folder), exercises_slide(name)]
+        body = "\n".join([as_html(slides[0], 1), *map(as_html, slides[1:])])
+        decks.append(folder / f"{number}.html")
+        decks[-1].write_text(_PAGE.format(title=html.escape(slides[0].heading), slides=body), encoding="utf-8")
+        links.append(f'<p class="long"><a href="{number}.html">{html.escape(slides[0].heading)}</a></p>')
+    body = f'<section><div class="page list"><h1>Slides</h1>{"".join(links)}</div></section>'
+    (folder / "index.html").write_text(_PAGE.format(title="Slides", slides=body), encoding="utf-8")
+    return decks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m course_lib.authoring.slides", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--npm", type=Path, required=True, help="the folder node_modules")
+    asked = parser.parse_args()
+    try:
+        decks = write_slides(asked.folder, asked.npm)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{asked.folder}: {len(decks)} decks; python -m http.server --bind 127.0.0.1 --directory {asked.folder} 8000")
+
+
+if __name__ == "__main__":
+    main()
