@@ -54,7 +54,7 @@ KERNELS := avx2 default
 NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
-.PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
+.PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes korean korean-status check address \
         edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
@@ -160,6 +160,12 @@ exercises: setup  ## write exercises/ from solutions/
 
 quotes: setup  ## record which numbers of the prose stand in an output above; make check compares them
 	$(RUN) -m course_lib.authoring quotes
+
+korean: setup  ## write ko/ from the English notebooks and their catalogues in ko/locale; make fmt does it too
+	$(RUN) -m course_lib.authoring korean
+
+korean-status: setup  ## which cells have no Korean text, or one of other words; those stand in English
+	@$(RUN) -m course_lib.authoring korean-status
 
 check: setup  ## what the notebooks lack, without running them
 	$(RUN) -m course_lib.authoring check

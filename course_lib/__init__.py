@@ -16,7 +16,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     panels/        controls by name, and pure functions from their values to an SVG and a sentence
-    palette.py, units.py, float_formats.py    colours; bytes and seconds in words; numbers in FP32 to FP8
+    palette.py, units.py, float_formats.py, language.py    colours; units in words; FP32 to FP8; English or Korean
 1. A world of ranks
     compat.py, devices.py    differences between torch versions; the device of this rank
     launch/        launch(fn, world_size, *args) -> what each rank returned
@@ -43,3 +43,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     authoring/     notebooks as source code
     cli/, web/     the command `course`; a page that computes in the browser
 """
+
+from course_lib.language import speak_errors
+
+speak_errors()

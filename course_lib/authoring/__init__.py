@@ -14,7 +14,8 @@ lessons.py    what a lesson must keep to
 readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
 slides.py     a deck of slides for each lesson
 wheel.py      the wheel for Colab: without notebooks and weights
-__main__.py   fmt, mirrors, exercises, quotes, check, address
+korean.py     the Korean edition, from a catalogue for each notebook
+__main__.py   fmt, mirrors, exercises, quotes, korean, check, korean-status, address
 """
 
 from course_lib.authoring.columns import without_magics

@@ -1,4 +1,4 @@
-"""`python -m course_lib.authoring fmt | mirrors | exercises | quotes | check | address REPOSITORY`; make calls it."""
+"""`python -m course_lib.authoring fmt | mirrors | exercises | quotes | korean | check | korean-status | address`."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
 from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
+from course_lib.authoring.korean import status, write_korean
 from course_lib.authoring.mirrors import rewrite_mirrors
 from course_lib.authoring.quotes import write_quotes
 from course_lib.authoring.readme import write_claims, write_map
@@ -19,14 +20,15 @@ def check() -> list[str]:
 
 
 def fmt() -> list[Path]:
-    """Write notebooks and solutions in their normal form, the map of docs/MAP.md, and docs/CLAIMS.md."""
-    return format_notebooks() + write_map() + write_claims()
+    """Write notebooks and solutions in their normal form, the map of docs/MAP.md, docs/CLAIMS.md, and ko/."""
+    return format_notebooks() + write_map() + write_claims() + write_korean()
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: see the module's docstring."""
     commands = {"fmt": fmt, "mirrors": rewrite_mirrors, "exercises": write_exercises, "quotes": write_quotes}
-    commands |= {"check": check}
+    lists = {"check": check, "korean-status": status}
+    commands |= {"korean": write_korean} | lists
     parser = argparse.ArgumentParser(prog="python -m course_lib.authoring", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, function in commands.items():
@@ -35,9 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     address.add_argument("repository", metavar="https://github.com/owner/name")
     address.add_argument("--hub", help="a JupyterHub with nbgitpuller, where the site opens notebooks")
     options = parser.parse_args(argv)
-    if options.command == "check":
-        problems = check()
-        print("\n".join(problems) or "every notebook is as it should be")
+    if options.command in lists:
+        problems = lists[options.command]()
+        print("\n".join(problems) or "nothing is missing")
         return 1 if problems else 0
     try:
         if options.command == "address":

@@ -8,7 +8,7 @@ from nbformat.v4 import new_code_cell
 
 INSTALL = "install"  # the id of the first code cell
 _GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
-_BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
+BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
 _URLS = re.compile(r"\n*^\[project\.urls\]\n(?:[^\[\n].*\n)*", re.MULTILINE)
 _INSTALL_SOURCE = """# @title Install the course, if this Python does not have it
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ def add_address(nb, path: Path, root: Path) -> None:
     """Give a notebook what the address asks for: badges below its title, and the install cell before all other code."""
     address = repository(root)
     title = nb.cells[0]
-    title.source = _BADGES.sub("", title.source)
+    title.source = BADGES.sub("", title.source)
     if address:
         title.source += "\n\n" + badges(address, path.relative_to(root).as_posix())
     nb.cells = [cell for cell in nb.cells if cell.get("id") != INSTALL]

@@ -51,6 +51,7 @@ def exercise_from(nb):
         cell.metadata.pop("quotes", None)
         if cell["id"] in NAVIGATION:
             cell.source = cell.source.replace("[Exercises](../exercises/", "[Solutions](../solutions/")
+            cell.source = cell.source.replace("](../ko/solutions/", "](../ko/exercises/")
     for cell in code_cells(nb):
         cell.source = without_solutions(cell.source)
         cell.outputs, cell.execution_count = [], None

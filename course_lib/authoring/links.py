@@ -75,6 +75,9 @@ def _relative(target: Path, path: Path) -> str:
 def with_links(nb, path: Path, root: Path):
     """A notebook with its line of links twice."""
     cells = [cell for cell in nb.cells if cell["id"] not in NAVIGATION]
-    top, end = (new_markdown_cell(navigation(path, root), id=name) for name in NAVIGATION)
+    line = navigation(path, root)
+    if (root / "ko").is_dir():
+        line += f" · [한국어](../ko/{path.parent.name}/{path.name})"
+    top, end = (new_markdown_cell(line, id=name) for name in NAVIGATION)
     nb.cells = [*cells[:1], top, *cells[1:], end]
     return nb

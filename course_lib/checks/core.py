@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_lib.language import told
 from course_lib.launch import RankError, launch
 
 _NOT_WRITTEN = re.compile(r"^NotImplementedError(?:: (.*your code goes here))?$", re.M)
@@ -25,7 +26,7 @@ class CheckFailed(AssertionError):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the sentence, without the grader's own lines."""
-        return str(self).splitlines()
+        return told(str(self)).splitlines()
 
 
 class NotWritten(NotImplementedError):
@@ -33,7 +34,7 @@ class NotWritten(NotImplementedError):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows."""
-        return [str(self)]
+        return [told(str(self))]
 
 
 def fresh_seed(rng: random.Random) -> int:

@@ -6,6 +6,7 @@ from textwrap import fill
 
 from course_lib.claims.recompute import recompute, texts_of
 from course_lib.claims.record import TOPICS, VERDICTS, Claim, claims, claims_named
+from course_lib.language import told
 from course_lib.validate import Checked, checked
 
 _LABELS = {"right": "Right", "right-if": "Right if", "wrong": "Wrong", "ambiguous": "It depends: right if"}
@@ -25,14 +26,20 @@ Written by `make fmt` from course_lib/claims/ledger.toml; the numbers are comput
 
 def _verdict_of(claim: Claim) -> str:
     """Return the verdict with its condition, as a sentence: "Right if the score matrices are saved for backward."""
-    return f"{_LABELS[claim.verdict]} {claim.condition}".strip() + "."
+    return f"{told(_LABELS[claim.verdict])} {told(claim.condition) if claim.condition else ''}".strip() + "."
 
 
 def as_lines(claim: Claim) -> str:
     """Return what a terminal shows of a claim, in lines of at most 96 columns."""
     answer, say = texts_of(claim)
     chapter = f", chapter {', '.join(claim.chapters)}" if claim.chapters else ""
-    parts = [claim.claim, _verdict_of(claim), f"Comes out: {answer}.", say, f"Source: {claim.source}."]
+    parts = [
+        told(claim.claim),
+        _verdict_of(claim),
+        told(f"Comes out: {answer}."),
+        say,
+        told(f"Source: {claim.source}."),
+    ]
     said = [fill(part, 96, initial_indent="    ", subsequent_indent="      ") for part in parts if part]
     return "\n".join([f"{claim.id}  {claim.topic}{chapter}", *said])
 
@@ -51,7 +58,7 @@ class Quiz(Checked):
     claims: tuple[Claim, ...]
 
     def __repr__(self) -> str:
-        return "\n".join(fill(f"{i}. {claim.claim}", 96) for i, claim in enumerate(self.claims, 1))
+        return "\n".join(fill(f"{i}. {told(claim.claim)}", 96) for i, claim in enumerate(self.claims, 1))
 
     def _repr_markdown_(self) -> str:
         return "\n\n".join(self._folded(i, claim) for i, claim in enumerate(self.claims, 1))
@@ -59,7 +66,7 @@ class Quiz(Checked):
     def _folded(self, number: int, claim: Claim) -> str:
         answer, say = texts_of(claim)
         text = " ".join(filter(None, (_verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
-        return f"<details><summary>{number}. {claim.claim}</summary>\n\n{text}\n</details>"
+        return f"<details><summary>{number}. {told(claim.claim)}</summary>\n\n{text}\n</details>"
 
 
 @checked
@@ -83,24 +90,25 @@ def claims_page() -> str:
     """Return docs/CLAIMS.md: of each topic the wrong claims with what to say, then those with a condition."""
     count = Counter(claim.verdict for claim in claims())
     words = {"right": "right", "right-if": "right under a condition", "wrong": "wrong", "ambiguous": "ambiguous"}
-    parts = [HEAD.format(counts=", ".join(f"{count[verdict]} {words[verdict]}" for verdict in VERDICTS))]
+    counts = ", ".join(told(f"{count[verdict]} {words[verdict]}") for verdict in VERDICTS)
+    parts = ["\n".join(map(told, HEAD.format(counts=counts).split("\n")))]
     for topic in TOPICS:
-        chapter = f" (chapter {TOPICS[topic]})" if TOPICS[topic] else ""
-        parts.append(f"## {NAMES[topic]}{chapter}\n")
+        chapter = told(f"(chapter {TOPICS[topic]})") if TOPICS[topic] else ""
+        parts.append(f"## {told(NAMES[topic])} {chapter}".rstrip() + "\n")
         wrong = claims(topic, "wrong")
         if wrong:
-            parts.append("| wrong | what comes out | what to say |\n|---|---|---|")
-            parts += [_row(claim.id + ": " + claim.claim, *texts_of(claim)) for claim in wrong]
+            parts += [_row(*map(told, ("wrong", "what comes out", "what to say"))), "|---|---|---|"]
+            parts += [_row(f"{claim.id}: {told(claim.claim)}", *texts_of(claim)) for claim in wrong]
             parts.append("")
         conditional = claims(topic, "right-if") + claims(topic, "ambiguous")
         if conditional:
-            parts.append("| said | verdict | what comes out |\n|---|---|---|")
+            parts += [_row(*map(told, ("said", "verdict", "what comes out"))), "|---|---|---|"]
             for claim in conditional:
                 answer, say = texts_of(claim)
-                parts.append(_row(f"{claim.id}: {claim.claim}", _verdict_of(claim), f"{answer}. {say}"))
+                parts.append(_row(f"{claim.id}: {told(claim.claim)}", _verdict_of(claim), f"{answer}. {say}"))
             parts.append("")
         if right := claims(topic, "right"):
-            parts += [f"Right: {_ids(right)}.", ""]
+            parts += [told(f"Right: {_ids(right)}."), ""]
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from operator import ge, gt, le, lt
 
 from course_lib.claims import formulas
 from course_lib.claims.record import Claim
+from course_lib.language import told
 
 BOUND, RANGE = re.compile(r"(<=|>=|<|>) *(\S+)"), re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
 _MEETS = {"<=": le, ">=": ge, "<": lt, ">": gt}
@@ -86,4 +87,4 @@ def _all_met(claim: Claim, values: dict) -> bool:
 def texts_of(claim: Claim) -> tuple[str, str]:
     """(what comes out, what to say), with the numbers as they are computed now."""
     found = recompute(claim)
-    return (claim.answer, claim.say) if found is None else (found.answer, found.say)
+    return tuple(map(told, (claim.answer, claim.say) if found is None else (found.answer, found.say)))

@@ -28,6 +28,7 @@ from course_lib.cli.plan import plan_layout
 from course_lib.cli.predict import calibrate_cluster, predict_runs
 from course_lib.cli.simulate import simulate_layout
 from course_lib.cli.watch import watch
+from course_lib.language import speak
 from course_lib.train.options import Options
 
 _DESCRIPTION = """How large language models are trained on many GPUs.
@@ -94,6 +95,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what cannot be is one line that says what to do, and exit code 2."""
+    speak()
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"course {importlib.metadata.version('course-lib')}")

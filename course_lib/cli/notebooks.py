@@ -16,7 +16,10 @@ from course_lib.validate import PACKAGE_ALONE, number, writable
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TIMEOUT_S = 1_000_000
 _FOLDERS = ("notebooks", "exercises", "solutions")
-_TO_SOLUTIONS = re.compile(rb" \xc2\xb7 \[Solutions\]\(\.\./solutions/\w+\.ipynb\)")  # at the end of a line of links
+_KOREAN = "ko"
+_TO_SOLUTIONS = re.compile(
+    " · \\[(Solutions|풀이)\\]\\(\\.\\./solutions/\\w+\\.ipynb\\)".encode()
+)  # in a line of links
 
 
 def find_notebook(name: str, root: Path | None = None) -> Path:
@@ -112,11 +115,11 @@ def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str
 def course_notebooks() -> dict[str, Path]:
     """The notebooks that come with the course, by their place in it: of a clone, or as the wheel installed them."""
     if (ROOT / "pyproject.toml").is_file():
-        files = [path for folder in _FOLDERS for path in (ROOT / folder).glob("*.ipynb")]
+        files = [path for root in (ROOT, ROOT / _KOREAN) for name in _FOLDERS for path in (root / name).glob("*.ipynb")]
     else:
         installed = importlib.metadata.files("course-lib") or []
         files = [Path(path.locate()) for path in installed if path.suffix == ".ipynb"]
-    return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
+    return {"/".join(path.parts[-3 if path.parts[-3] == _KOREAN else -2 :]): path for path in sorted(files)}
 
 
 def new_course(folder: Positional[Path], force: bool = False, with_solutions: bool = False) -> int:
@@ -135,7 +138,7 @@ def new_course(folder: Positional[Path], force: bool = False, with_solutions: bo
     for name, source in notebooks.items():
         text = source.read_bytes()
         if not with_solutions:
-            if name.startswith("solutions/"):
+            if "solutions" in name.split("/"):
                 continue
             text = _TO_SOLUTIONS.sub(b"", text)
         target = folder / name

@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from pathlib import Path
 
+from course_lib.language import told
 from course_lib.launch._rank import Failure, Frame
 
 COLUMNS = 98  # of a line that is not code
@@ -46,7 +47,7 @@ class RankError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows instead of the launcher's own traceback."""
-        return [f"RankError: {self}"]
+        return [f"RankError: {told(str(self))}"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -55,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """The learner's own lines, and no line of the package or of a library."""
         frames = [frame[:3] for frame in traceback.extract_tb(self.__traceback__) if not _is_library(frame[0])]
-        return [f"{format_frames(frames)}KeyboardInterrupt: {self}"]
+        return [f"{format_frames(frames)}KeyboardInterrupt: {told(str(self))}"]
 
 
 def interrupted_text(world_size: int, places: dict[int, str]) -> str:

@@ -15,10 +15,12 @@ from matplotlib.figure import Figure
 from course_lib.config import preset
 from course_lib.flops import flops_per_token
 from course_lib.hardware import GPUS, Cluster, gpu, link
+from course_lib.language import language, spoken
 from course_lib.layout import Layout
 from course_lib.memory.activations import layer_terms, part_of
 from course_lib.memory.states import RECIPES, count_parameters
 from course_lib.memory.zero import zero_bytes_per_parameter
+from course_lib.plots.style import speak_korean
 from course_lib.run import Run
 from course_lib.schedules import make, simulate
 from course_lib.schedules.simulator import Costs
@@ -128,8 +130,8 @@ def sheet() -> dict[str, list[tuple[str, str]]]:
     """Return the sheet's boxes by their titles: lines of (what, how much or how), with every number worked out."""
     parts = {
         "States (parameters + gradients + optimizer)": _states(), "Activations (BF16, FlashAttention)": _activations(),
-        "Work": _work(), "Collectives: what a rank sends": _messages(), "What each axis sends": _sends(),
-        "Bubbles": _bubbles(), "When which axis": _WHEN, "Scales": _scales(),
+        "Work of a step": _work(), "Collectives: what a rank sends": _messages(), "What each axis sends": _sends(),
+        "Bubbles of a pipeline": _bubbles(), "When which axis": _WHEN, "Scales of today": _scales(),
     }  # fmt: skip
     return {title: list(lines) for title, lines in parts.items()}
 
@@ -147,12 +149,15 @@ def draw() -> Figure:
             figure.text(0.06, y, what, fontsize=7)
             figure.text(0.36, y, how, fontsize=7)
         y -= 0.0245
+    if language() != "en":
+        speak_korean(figure)
     return figure
 
 
 def write(folder: Path) -> list[Path]:
     """Write the page as SVG, its text as text, and as PDF; the same bytes each time."""
-    paths = [folder / "cheat_sheet.svg", folder / "cheat_sheet.pdf"]
+    name = "cheat_sheet" if language() == "en" else f"cheat_sheet.{language()}"
+    paths = [folder / f"{name}.svg", folder / f"{name}.pdf"]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "sheet", "pdf.fonttype": 42}):
         for path, date in zip(paths, ("Date", "CreationDate"), strict=True):
             draw().savefig(path, metadata={date: None})
@@ -160,4 +165,6 @@ def write(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(*write(Path(sys.argv[1])), sep="\n")
+    for spoken_there in ("en", "ko"):
+        with spoken(spoken_there):
+            print(*write(Path(sys.argv[1])), sep="\n")

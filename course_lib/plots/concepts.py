@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from textwrap import fill
 
+from course_lib.language import told_svg
 from course_lib.panels.svg import Chart, drawing
 from course_lib.validate import checked, one_of
 
@@ -20,7 +21,8 @@ class Concept:
     """A picture and its words, as a cell shows both."""
 
     def __init__(self, svg: str):
-        self.svg, self.words = svg, re.search(r"<desc>(.*?)</desc>", svg)[1]
+        self.svg = told_svg(svg)
+        self.words = re.search(r"<desc>(.*?)</desc>", self.svg)[1]
 
     def __repr__(self) -> str:
         return fill(self.words, 96)

@@ -4,20 +4,34 @@ import sys
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from io import BytesIO
+from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.font_manager import fontManager
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter
 
+from course_lib.language import language, told
 from course_lib.palette import RANK_COLORS, text_on
 from course_lib.validate import Positive, Share, Size
 
 Place = tuple[float, float]
 
 FULL_WIDTH_IN = 8.5
+KOREAN_FONTS = (
+    "NanumGothic",
+    "Noto Sans CJK KR",
+    "Noto Sans KR",
+    "Apple SD Gothic Neo",
+    "AppleGothic",
+    "Malgun Gothic",
+)
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
 CENTRED = {"ha": "center", "va": "center"}  # of a text
 
@@ -156,6 +170,8 @@ def finish(figure, title: str = "") -> None:
     """
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    if language() != "en":
+        speak_korean(figure)
     ipython = sys.modules.get("IPython")  # the package draws without it, too
     if ipython and hasattr(ipython.get_ipython(), "kernel"):
         buffer = BytesIO()
@@ -165,6 +181,38 @@ def finish(figure, title: str = "") -> None:
     else:
         plt.show()
     plt.close(figure)
+
+
+@cache
+def korean_font() -> str | None:
+    """The name of a font with Korean letters that matplotlib finds, or None after a sentence that says what to do."""
+    there = {font.name for font in fontManager.ttflist}
+    if not there & set(KOREAN_FONTS) and (package := find_spec("koreanize_matplotlib")):
+        for file in ("NanumGothic.ttf", "NanumGothicBold.ttf"):
+            fontManager.addfont(Path(package.origin).parent / "fonts" / file)
+        return "NanumGothic"
+    found = next((name for name in KOREAN_FONTS if name in there), None)
+    if found is None:
+        print(
+            told(
+                "There is no font with Korean letters, so the words of pictures stay English. Install one and restart "
+                "the kernel: pip install koreanize-matplotlib, or apt install fonts-nanum; macOS and Windows have one."
+            )
+        )
+    return found
+
+
+def speak_korean(figure) -> None:
+    """Put a figure's words into Korean, where there is a font for them."""
+    font = korean_font()
+    if font is None:
+        return
+    for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
+        if isinstance(axis.get_major_formatter(), FixedFormatter):
+            axis.set_ticklabels([told(label.get_text()) for label in axis.get_ticklabels()])
+    for text in figure.findobj(Text):
+        text.set_text(told(text.get_text()))
+        text.set_fontfamily(["DejaVu Sans", font])
 
 
 def picture_output(png: bytes | memoryview, alt: str, plain: str) -> tuple[dict, dict]:

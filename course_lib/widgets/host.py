@@ -16,6 +16,7 @@ from textwrap import fill
 import ipywidgets as widgets
 from traitlets import Unicode
 
+from course_lib.language import told, told_svg
 from course_lib.palette import text_on
 from course_lib.panels.record import Answer, Control, Panel, Shown, answer_of
 from course_lib.panels.svg import COLORS
@@ -34,7 +35,9 @@ class Strip(widgets.HBox):
     def __init__(self, control: Control, value: str):
         look = widgets.Layout(width="38px", padding="0")
         self.switches = [widgets.ToggleButton(description=name, layout=look) for name, _ in control.options]
-        super().__init__([widgets.Label(control.label), *self.switches], layout=widgets.Layout(flex_flow="row wrap"))
+        super().__init__(
+            [widgets.Label(told(control.label)), *self.switches], layout=widgets.Layout(flex_flow="row wrap")
+        )
         self.observe(self._set, "value")
         self.value = value
         for switch in self.switches:
@@ -56,8 +59,8 @@ class Grid(widgets.VBox):
     def __init__(self, control: Control, value: str):
         self.control = control
         self.colors = {option: COLORS[name] for name, option in control.options}
-        self.option = widgets.ToggleButtons(options=list(control.options), description=control.label)
-        self.typed = widgets.Textarea(description="or type", continuous_update=False)
+        self.option = widgets.ToggleButtons(options=_named(control), description=told(control.label))
+        self.typed = widgets.Textarea(description=told("or type"), continuous_update=False)
         self.typed.layout, self.typed.rows = widgets.Layout(width="95%"), value.count("\n") + 1
         look = widgets.Layout(width="29px", min_width="29px", padding="0", margin="1px")
         self.cells = [[widgets.Button(layout=look) for _ in row] for row in control.cells(value)]
@@ -94,7 +97,8 @@ class Played(widgets.VBox):
     def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict] | dict:
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return data | {"image/svg+xml": self.first.svg, "text/plain": fill(self.first.said, 96)}, metadata
+        words = fill(told(self.first.said), 96)
+        return data | {"image/svg+xml": told_svg(self.first.svg), "text/plain": words}, metadata
 
 
 @checked
@@ -125,11 +129,13 @@ def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> 
             finally:
                 button.disabled = False
 
-        button = widgets.Button(description=name, button_style="info")
+        button = widgets.Button(description=told(name), button_style="info")
         button.on_click(pressed)
         return button
 
-    menu = widgets.Dropdown(description="start from", options=[OWN, *panel.presets], **_look())
+    menu = widgets.Dropdown(
+        description=told("start from"), options=[(told(name), name) for name in (OWN, *panel.presets)], **_look()
+    )
 
     def set_all(change: Mapping) -> None:
         if held or menu.value == OWN:
@@ -158,8 +164,10 @@ def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> 
 
 def html(answer: Answer) -> str:
     """Return an answer as HTML: the sentence, read out where it changes, and the picture."""
-    said = escape(answer.said) if answer.possible else f"<b>{escape(answer.said)}</b>"
-    return f'<div style="line-height:1.5;overflow-wrap:anywhere"><p aria-live="polite">{said}</p>{answer.svg}</div>'
+    said = escape(told(answer.said))
+    said = said if answer.possible else f"<b>{said}</b>"
+    picture = told_svg(answer.svg)
+    return f'<div style="line-height:1.5;overflow-wrap:anywhere"><p aria-live="polite">{said}</p>{picture}</div>'
 
 
 def _widget(control: Control, value) -> widgets.Widget:
@@ -168,10 +176,14 @@ def _widget(control: Control, value) -> widgets.Widget:
     if control.kind == "text":
         examples = [word for _, word in control.options]
         return widgets.Combobox(
-            description=control.label, options=examples, value=value, continuous_update=False, **_look()
+            description=told(control.label), options=examples, value=value, continuous_update=False, **_look()
         )
     make = widgets.SelectionSlider if control.kind == "slider" else widgets.Dropdown
-    return make(description=control.label, options=list(control.options), value=value, **_look())
+    return make(description=told(control.label), options=_named(control), value=value, **_look())
+
+
+def _named(control: Control) -> list[tuple[str, object]]:
+    return [(told(label), value) for label, value in control.options]
 
 
 def _look() -> dict:

@@ -186,7 +186,8 @@ def test_new_writes_every_notebook_and_keeps_what_the_learner_changed(tmp_path, 
     assert NotebookNotary().check_signature(lesson)  # so JupyterLab shows its SVG before a cell has run
     lesson.cells[0].source += "."
     assert not NotebookNotary().check_signature(lesson)
-    there = authoring.notebook_paths("notebooks", "solutions", "exercises")
+    folders = ("notebooks", "solutions", "exercises")
+    there = authoring.notebook_paths(*(f"{edition}{name}" for edition in ("ko/", "") for name in folders))
     assert f"{len(there)} notebooks are in {folder}; start with" in capsys.readouterr().out
     for path in there:
         assert (folder / path.relative_to(authoring.ROOT)).read_bytes() == path.read_bytes()
@@ -213,9 +214,10 @@ def test_a_notebook_that_jupyterlab_stored_without_a_change_is_not_told_as_chang
 
 def test_new_writes_no_solution_and_no_link_to_one_unless_asked(tmp_path):
     assert cli.main(["new", str(tmp_path)]) == 0
-    assert not (tmp_path / "solutions").exists()
-    paths = authoring.notebook_paths("notebooks", "exercises", root=tmp_path)
-    assert len(paths) == len(authoring.notebook_paths("notebooks", "exercises"))
+    assert not (tmp_path / "solutions").exists() and not (tmp_path / "ko" / "solutions").exists()
+    folders = ("notebooks", "exercises", "ko/notebooks", "ko/exercises")
+    paths = authoring.notebook_paths(*folders, root=tmp_path)
+    assert len(paths) == len(authoring.notebook_paths(*folders))
     assert [path.name for path in paths if "solutions/" in path.read_text(encoding="utf-8")] == []
     for path in paths:
         for cell in authoring.read(path).cells:

@@ -17,9 +17,9 @@ def test_formulas_on_the_sheet_are_what_the_package_computes():
     attention = 12 * config.num_layers * 8192 * config.d_model
     by_hand = 6 * (8_030_261_248 - config.vocab_size * config.d_model) + attention
     assert abs(flops_per_token(config, 8192) / by_hand - 1) < 1e-4
-    assert found("Work")["llama-3.1-8b"].startswith(f"{by_hand / 1e9:.1f} GFLOP")
+    assert found("Work of a step")["llama-3.1-8b"].startswith(f"{by_hand / 1e9:.1f} GFLOP")
     assert found("States")["ZeRO-3: + parameters"] == f"{16 / 64:.3g} bytes on 64 ranks; llama-3.1-8b: 2.01 GB"
-    assert "21.9%" in found("Bubbles")["1F1B, all-forward-all-backward"]
+    assert "21.9%" in found("Bubbles of a pipeline")["1F1B, all-forward-all-backward"]
     assert found("Collectives")["all-reduce"].endswith("1.75 on 8")
 
 

@@ -1,0 +1,80 @@
+"""The package speaks Korean where that is asked for, with values in place and particles that agree."""
+
+import json
+
+import polib
+import pytest
+
+from course_lib import language
+from course_lib.language import told, told_svg
+
+ENTRIES = {
+    "rank {0} was ended by {1}": "rank {0}[이/가] {1}[으로/로] 끝났습니다",
+    "{0} holds no checkpoint; {1}": "{0}에 checkpoint가 없습니다. {1}",
+    "save one first": "먼저 저장하세요",
+    "Bytes of a rank": "rank 하나의 바이트",
+    "{0} of {1} ranks": "{1}개 rank 중 {0}개",
+}
+
+
+@pytest.fixture
+def in_korean(tmp_path, monkeypatch):
+    catalogue = polib.POFile()
+    for english, korean in ENTRIES.items():
+        catalogue.append(polib.POEntry(msgid=english, msgstr=korean))
+    catalogue.save(str(tmp_path / "ko.po"))
+    monkeypatch.setattr(language, "CATALOGUE", tmp_path / "ko.po")
+    monkeypatch.setenv("COURSE_LANG", "ko")
+    _forget()
+    yield
+    _forget()
+
+
+def _forget():
+    for remembered in (language.language, language._looked_up, language._catalogue):
+        remembered.cache_clear()
+
+
+@pytest.mark.usefixtures("in_korean")
+@pytest.mark.parametrize(
+    "english, korean",
+    [
+        ("rank 3 was ended by SIGTERM", "rank 3이 SIGTERM으로 끝났습니다"),
+        ("rank 2 was ended by node 7", "rank 2가 node 7로 끝났습니다"),
+        ("runs/x holds no checkpoint; save one first", "runs/x에 checkpoint가 없습니다. 먼저 저장하세요"),
+        ("Bytes of a rank\n3 of 4 ranks", "rank 하나의 바이트\n4개 rank 중 3개"),
+        ("  Bytes of a rank.", "  Bytes of a rank."),  # other words than the catalogue's
+        ("the fastest of all the ranks", "the fastest of all the ranks"),  # a value is no sentence
+        ("12 GB", "12 GB"),
+    ],
+)
+def test_a_text_is_told_in_korean_with_its_values(english, korean):
+    assert told(english) == korean
+
+
+@pytest.mark.usefixtures("in_korean")
+def test_the_words_of_a_picture_are_told_and_its_markup_stays():
+    svg = '<svg><title>Bytes of a rank</title><text x="1">3 of 4 ranks</text><path d="M0 0"/></svg>'
+    wanted = '<svg><title>rank 하나의 바이트</title><text x="1">4개 rank 중 3개</text><path d="M0 0"/></svg>'
+    assert told_svg(svg) == wanted
+
+
+def test_without_being_asked_everything_is_english(monkeypatch):
+    monkeypatch.delenv("COURSE_LANG", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    _forget()
+    assert told("Bytes of a rank") == "Bytes of a rank"
+
+
+@pytest.mark.parametrize(
+    "notebook, wanted",
+    [({"metadata": {"course_language": "ko"}}, "ko"), ({"metadata": {}}, "en"), ([], "en")],
+)
+def test_a_korean_notebook_asks_for_korean(tmp_path, monkeypatch, notebook, wanted):
+    path = tmp_path / "lesson.ipynb"
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    monkeypatch.delenv("COURSE_LANG", raising=False)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    _forget()
+    assert language.language() == wanted
+    _forget()
