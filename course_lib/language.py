@@ -24,8 +24,11 @@ _ENDS = (
     re.compile(r"(?<=[:;]) +"),
     re.compile(r"(?<=,) +"),
 )  # of a part
+LONG = 50  # letters of a text that is not taken for another one, whatever its values are
 _VALUE = r"((?:(?![.!?:;] )[^\n])*?)"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,} [a-z]{2,}\b[^가-힣]*")  # words, and no value
+_BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
+_NAMED = re.compile(r"(\s*\w+: )(\S.*)", re.DOTALL)  # "check_ring: ..."
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
 _CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$")  # how words that end so are read: with a final consonant
 
@@ -80,8 +83,11 @@ def _in_korean(text: str) -> str:
     """The text whole if the catalogue has it so; else its lines, sentences, clauses: of each the longest run it has."""
     if not re.search("[A-Za-z]{2}", text):
         return text
-    if (whole := _looked_up(text.strip())) is not None:
-        return text.replace(text.strip(), whole)
+    for part in (text.strip(), _BARE.fullmatch(text)[1]):
+        if (whole := _looked_up(part)) is not None:
+            return text.replace(part, whole)
+    if (named := _NAMED.fullmatch(text)) is not None:
+        return named[1] + _in_korean(named[2])
     for end in _ENDS:
         if len(starts := [0, *(match.end() for match in end.finditer(text.rstrip()))]) > 1:
             return _by_parts(text, [*starts, len(text)])
@@ -143,12 +149,17 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     import polib  # what speaks English never needs it
 
     entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(str(CATALOGUE)) if entry.translated()]
+    for english, korean in tuple(entries):  # the lines of a text can be told one by one
+        if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
+            entries += zip(lines, korean.split("\n"), strict=True)
+    entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
     exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
     patterns = []
     for english, korean in entries:
         if _FIELD.search(english):
             fixed = re.split(r"\{\d+\}", english)
-            values = [r"([\s\S]*?)" if part.endswith("\n") else _VALUE for part in fixed[:-1]]
+            value = "(.*?)" if sum(map(len, fixed)) > LONG else _VALUE
+            values = [r"([\s\S]*?)" if part.endswith("\n") else value for part in fixed[:-1]]
             pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
             patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]

@@ -43,7 +43,8 @@ def _forget():
         ("rank 2 was ended by node 7", "rank 2가 node 7로 끝났습니다"),
         ("runs/x holds no checkpoint; save one first", "runs/x에 checkpoint가 없습니다. 먼저 저장하세요"),
         ("Bytes of a rank\n3 of 4 ranks", "rank 하나의 바이트\n4개 rank 중 3개"),
-        ("  Bytes of a rank.", "  Bytes of a rank."),  # other words than the catalogue's
+        ("  Bytes of a rank:", "  rank 하나의 바이트:"),
+        ("Byte of a rank", "Byte of a rank"),  # other words than the catalogue's
         ("the fastest of all the ranks", "the fastest of all the ranks"),  # a value is no sentence
         ("12 GB", "12 GB"),
     ],

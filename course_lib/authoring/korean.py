@@ -36,7 +36,7 @@ _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
-_VALUE = re.compile(r"\{[a-z_][^{}]*\}")
+_VALUE = re.compile(r"\{([a-z_][^{}]*)?\}")
 _CODE = re.compile(
     r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|\}\{|^svg\."
 )  # markup, patterns, programs
@@ -146,7 +146,7 @@ class _Texts(ast.NodeVisitor):
 
     def _add(self, text: str) -> None:
         words = len(_WORD.findall(text))
-        is_sentence = words > 1 or (words and "{1}" in text)
+        is_sentence = words > 1 or " is {1}" in text
         if not _CODE.search(text) and ((is_sentence and " " in text.strip()) or (words and self.labels)):
             self.found.append(text.strip())
 
