@@ -30,7 +30,8 @@ from course_lib.language import CATALOGUE, spoken
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
-WORDS = ("Right", "Wrong", "wrong", "said", "verdict")  # of claims
+WORDS = ("Right", "Wrong", "wrong", "said", "verdict", "fits", "tight", "Fits", "Received", "Predicted", "compute")
+WORDS += ("activations", "parameters", "gradients", "calls", "rounds", "messages", "slots", "bytes", "kept", "layer")
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
@@ -111,7 +112,7 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
                 found.setdefault(text, name.as_posix())
     for claim in ledger():
         for text in filter(None, (claim.claim, claim.condition, claim.answer, claim.say)):
-            if _WORD.search(_VALUE.sub("", text)):
+            if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
                 found.setdefault(_numbered(text), "claims/ledger.toml")
     return [(name, text) for text, name in found.items()]
 
