@@ -46,7 +46,7 @@ class Stage:
     waits                 between the two parts of a split backward: what gradients of weights need, by unit
     moments               of its backward
     moved                 off the device, of all that is saved
-    forward               of its forward pass, where that can be the fullest: a loss over tp, experts
+    forward               of its forward pass, where that can be the fullest: experts
     """
 
     activations: int
@@ -88,7 +88,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     of_units = {"end": waiting}
     total = kept + _total(end)
     moments = _end_moments(part, total, end, logits) if is_last else []
-    forward = [moments[0]] if is_last and layout.tp > 1 else []
+    forward = []
     for layer in reversed(layers):
         sort = sorts[layer]
         if sort and layout.recompute != "full":
@@ -112,16 +112,11 @@ def stage_of(part: Part, stage: int) -> Stage:
         sums = 1 + is_tied * (layout.tp == 1)  # with a tied head's, which waits for it: the sum may be a third tensor
         moments.append(Moment("embedding", ("embed", "positions"), kept, 0, stream + embed * sums))
         moments.append(Moment("embedding's gradient", ("embed", "*"), kept, 0, stream, embed))
-    else:
-        moments.append(Moment("first norm", (f"blocks.{layers[0]}:attention", "*"), kept, 0, stream))
     moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
     if part.is_away:
         return Stage(targets, 0, of_units, moments, total + logits)
-    return Stage(targets + total, logits, of_units, moments, 0, max(forward, key=_bytes_of, default=None))
-
-
-def _bytes_of(moment: Moment) -> int:
-    return moment.activations + moment.logits + moment.work
+    fullest = max(forward, key=lambda one: one.activations + one.work, default=None)
+    return Stage(targets + total, logits, of_units, moments, 0, fullest)
 
 
 def _total(terms: dict[str, int]) -> int:

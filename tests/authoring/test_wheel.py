@@ -54,7 +54,7 @@ def test_the_small_wheel_lacks_notebooks_and_weights_and_nothing_else(wheels):
     (record,) = [name for name in small.namelist() if name.endswith("RECORD")]
     assert {line.split(",")[0] for line in small.read(record).decode().splitlines()} == set(small.namelist())
     assert (
-        wheels[1].stat().st_size < 1_200_000
+        wheels[1].stat().st_size < 1_250_000
     )  # all of it Python and small tables: a file a module, packed each by itself
 
 

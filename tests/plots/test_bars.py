@@ -16,7 +16,7 @@ from course_lib.measure.tracker import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.memory.zero import five_d_states
-from course_lib.plots import comparison, experts, five_d_costs, holdings, ladder, memory
+from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
 from course_lib.timing import RATES
@@ -83,11 +83,6 @@ def test_a_budget_equal_to_the_limit_fits_and_one_byte_more_does_not():
     assert [memory.room_text(total, [100]) for total in (100, 101)] == [", fits", ", out of memory"]
     assert memory.room_text(101, [100, 101, 200]) == ", fits 2 of 3" and memory.room_text(5, []) == ""
     assert memory.room_text(9, [1, 2]) == ", out of memory on all"
-
-
-def test_a_step_gains_against_the_one_above():
-    said = [ladder.gain_text(*step) for step in ((100.0, 100.0), (100.0, 50.0), (50.0, 60.0), (100.0, 98.75))]
-    assert said == ["", "  (−50 %)", "  (+20 %)", "  (−1.2 %)"]
 
 
 def test_a_comparison_leaves_out_what_is_empty_and_words_its_error(shown):
@@ -166,12 +161,6 @@ def test_balance_is_load_over_mean_and_judged_at_the_end():
     assert (picture.largest_at_end, picture.last_steps) == (2.0, 1)  # the last quarter
     with pytest.raises(ValueError, match="some load in each"):
         experts.balance_picture([[1, 2], [0, 0]])
-
-
-def test_the_share_of_active_parameters_is_the_title():
-    said = experts.parameters_title({"dense": (8e9, 8e9), "Mixtral 8x7B": (46.7e9, 12.9e9), "V3": (671e9, 37.6e9)})
-    assert said == "A token passes through 27.6 % of Mixtral 8x7B and 5.6 % of V3"
-    assert experts.parameters_title({"dense": (8e9, 8e9)}).endswith("every parameter")
 
 
 def test_the_matrix_has_the_bytes_that_the_traffic_counts():

@@ -14,7 +14,7 @@ from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
 from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
-from course_lib.hardware import LINKS, Cluster, gpu
+from course_lib.hardware import LINKS, gpu
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
@@ -23,11 +23,10 @@ from course_lib.memory.activations import block_terms
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.states import RECIPES
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
-from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING, ladder
+from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.planner import cuts
-from course_lib.palette import AXIS_COLORS, COMMUNICATION_COLOR, KIND_COLORS, OKABE_ITO
-from course_lib.plan import Job
+from course_lib.palette import OKABE_ITO
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.simulate.two_hosts import MEASURED
@@ -272,30 +271,6 @@ def test_rows_are_sorted_by_expert_and_5_of_8_leave_their_rank():
     drawn = Counter(text for text in texts("travelling_rows") if len(text) == 2)
     expected = {f"{token}{expert}" for (_, token), chosen in CHOSEN.items() for expert in chosen}
     assert drawn == dict.fromkeys(expected, 4)  # at home, arrived, sorted, returned
-
-
-def test_the_wires_of_a_node_are_as_wide_as_their_bytes_and_the_lines_across_hosts_too():
-    widths = [box[2] for box in sorted(rects("node", COMMUNICATION_COLOR), key=lambda box: box[1])[::8]]
-    expected = [link.bytes_per_s / WIRES[0].bytes_per_s for link in WIRES]
-    assert [width / widths[0] for width in widths] == pytest.approx(expected, abs=0.01)
-    lines = [one for one in elements("two_hosts", "path") if one.get("stroke-width") and one["fill"] == "none"]
-    for place, row in enumerate(MEASURED):
-        across, *_ = lines[4 * place : 4 * place + 4]
-        assert across["stroke"] == AXIS_COLORS[row.across].lower()
-        most = max(one.link_bytes for one in MEASURED)
-        assert float(across["stroke-width"]) == pytest.approx(22 / 0.9 * row.link_bytes / most, abs=0.06)
-
-
-def test_widths_of_a_recomputed_block_are_its_bytes_and_each_rung_has_its_box():
-    widths = Counter()
-    for _, y, width, height in rects("recomputed_block", KIND_COLORS["activations"]):
-        widths[y] += width * (height > 20)  # no square of the legend
-    sizes, expected = [widths[y] for y in sorted(+widths)], kept_bytes()
-    assert [size / sizes[0] for size in sizes] == pytest.approx([size / expected[0] for size in expected], rel=0.01)
-    job = Job(preset("llama-3.1-8b"), Cluster(gpu("h100"), LINKS["nvlink4"], LINKS["ib-ndr400"]), 16, 4096, 2**20)
-    rungs = {"4" if choices["recompute"] == "full" else "3" if "nodes" in step else "1" if "on 1 GPU" in step else "2"
-             for step, choices in ladder(job)}  # fmt: skip
-    assert rungs == {text[0] for text in texts("flow_chart") if text[1:3] == ". "}
 
 
 def test_a_zero_stage_holds_a_quarter_of_what_it_cuts():

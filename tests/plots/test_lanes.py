@@ -11,7 +11,6 @@ from course_lib.plots import curves, pipeline, rank_traces, timeline
 from course_lib.schedules import (
     SCHEDULES,
     Costs,
-    from_text,
     interleaved_1f1b,
     make,
     one_f_one_b,
@@ -129,14 +128,6 @@ def test_numbers_of_points_give_way_to_lines():
 # ---------------------------------------------------------------- schedules
 
 ALL = {name: simulate(make(name, 4, 8, 2 if name == "interleaved" else 1)) for name in SCHEDULES}
-
-
-def test_the_title_says_both_bubbles():
-    title = pipeline.chart_title(ALL["1f1b"])
-    assert title == "1F1B, 4 ranks, 8 micro-batches: bubble 37.5 % of ideal time, 27.3 % of total"
-    assert pipeline.percent(0) == "0 %" and pipeline.percent(3) == "300 %" and pipeline.percent(0.1234) == "12.3 %"
-    handmade = simulate(from_text("F0 F1 B0 B1\nF0 B0 F1 B1"))
-    assert pipeline.chart_title(handmade).startswith("handmade, 2 ranks, 2 micro-batches")
 
 
 def late(rows, seconds):

@@ -22,10 +22,6 @@ def test_the_share_of_peak_is_that_of_memory_until_the_ridge():
 # ---------------------------------------------------------------- choosing
 
 
-def test_a_layout_has_a_short_name():
-    assert choosing.cut_name(Layout.parse("dp=32,tp=2,zero_stage=1,micro_batch=2")) == "dp32 tp2 z1 mb2"
-
-
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
 def test_a_bar_is_as_long_as_its_step(name, capsys):
     """Launches and updates are work; nothing that a step is spent on is left out."""

@@ -2,12 +2,10 @@
 
 from itertools import pairwise
 
-import matplotlib
 import numpy as np
 
 from course_lib import palette, units
 from course_lib.measure.tracker import KINDS as TRACKED_KINDS
-from course_lib.plots import style
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency"
 COLOR_VISION = {name: np.array(matrix).reshape(3, 3) for name, matrix in {
@@ -67,13 +65,6 @@ def test_text_has_contrast_on_every_colour():
     for color in [*palette.KIND_COLORS.values(), *palette.AXIS_COLORS.values(), *palette.RANK_COLORS]:
         light, dark = sorted([palette.luminance(color), palette.luminance(palette.text_on(color))], reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 4.5, color
-
-
-def test_a_style_ends_with_its_block():
-    before = dict(matplotlib.rcParams)
-    with style.style():
-        assert matplotlib.rcParams["figure.dpi"] == 80
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_numbers_carry_their_unit():

@@ -101,11 +101,6 @@ def test_squares_and_bars_of_a_rank_are_the_pairs_that_are_counted_elsewhere(sha
     assert any(w for _, w, idle in bars if idle) == (sharding != "zigzag")
 
 
-def test_captions_say_whether_work_is_even():
-    assert context.mask_caption("zigzag", 16, 4) == "zigzag\n34 pairs each"
-    assert context.mask_caption("contiguous", 16, 4) == "contiguous\n10 to 58 pairs a rank"
-
-
 def test_lengths_and_labels():
     lengths = (1000, 16_384, 131_072, 1_048_576, 3 * 2**19)
     assert [context.show_length(n) for n in lengths] == ["1000", "16k", "128k", "1M", "1536k"]
