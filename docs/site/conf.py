@@ -113,7 +113,7 @@ def picture(output, name: str, app) -> str | None:
     path = Path(app.outdir) / "_images" / f"{name.replace('/', '-')}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(base64.b64decode(data["image/png"]))
-    words, there = shown.get("alt") or "Picture", f"{'../' * (name.count('/'))}_images/{path.name}"
+    words, there = shown.get("alt") or told("Picture"), f"{'../' * (name.count('/'))}_images/{path.name}"
     size = "".join(f' {key}="{shown[key]}"' for key in ("width", "height") if key in shown)
     return f'<div class="picture"><img src="{there}" alt="{html.escape(told(words))}"{size} loading="lazy"></div>'
 
