@@ -69,7 +69,7 @@ def _parts(text: str) -> tuple:
     formulas = Counter(re.sub(r"\\(text|mathrm)\{[^}]*\}|\s", "", one) for one in _FORMULA.findall(text))
     text = _FORMULA.sub(" ", text)
     links, text = Counter(_LINK.findall(text)), _LINK.sub("] ", text)
-    headings = re.findall(r"^#+ *[\d.]*", text, re.M)
+    headings = [found.strip() for found in re.findall(r"^#+ *[\d.]*", text, re.M)]
     tables = [line.count("|") for line in text.split("\n") if line.startswith("|")]
     text = _FIELD.sub(" ", text)  # of a message: a value may move, or be left out where Korean has no plural
     numbers = Counter(number.strip(",.") for number in _NUMBER.findall(text))
