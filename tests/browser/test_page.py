@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from course_lib.authoring import ROOT
+from course_lib.language import spoken, told
 from course_lib.panels import asked
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
@@ -71,6 +72,19 @@ def test_every_panel_says_and_draws_what_python_does_and_nothing_else_is_asked_f
     own = [url for url in page.asked if url.startswith(("http:", "https:"))]
     assert {url[: len(address)] for url in own} == {address} and any("arithmetic.zip" in url for url in own)
     print(took_ms)
+
+
+def test_the_korean_page_says_what_python_tells_and_leads_to_the_same_state_in_english(page, address):
+    opened(page, f"{address}ko/index.html", "zero?dp=64&zero_stage=2")
+    panel = asked.PANELS["zero"].panel
+    answer = panel.answer(**asked.values_of(panel, {"dp": "64", "zero_stage": "2"}))
+    with spoken("ko"):
+        expected = told(answer.said)
+    assert shown(page, "zero") == expected != answer.said
+    page.click("#other")
+    page.wait_for_url(f"{address}index.html#zero?dp=64&zero_stage=2")
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=READY_MS)
+    assert shown(page, "zero") == answer.said
 
 
 def test_a_slider_moves_by_key_and_a_link_restores_what_it_shows(page, address):
