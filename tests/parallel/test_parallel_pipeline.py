@@ -213,11 +213,7 @@ def takes_micro_batches_as_equal():
         yield
 
 
-BUGS = [
-    drops_weight_gradients,
-    sums_no_tied_gradient,
-    takes_micro_batches_as_equal,
-]
+BUGS = [drops_weight_gradients, sums_no_tied_gradient, takes_micro_batches_as_equal]
 PLANTED = [Case("1f1b", 4, TIED), Case("zbv", 4, TIED), Case("zb_h1", 4, TIED)]
 
 

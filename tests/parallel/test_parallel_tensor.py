@@ -78,11 +78,7 @@ def sums_no_replicas():
         yield
 
 
-BUGS = [
-    forgets_the_backward_sum,
-    adds_row_biases_everywhere,
-    sums_no_replicas,
-]
+BUGS = [forgets_the_backward_sum, adds_row_biases_everywhere, sums_no_replicas]
 
 
 def planted():
