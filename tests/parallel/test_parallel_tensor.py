@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -57,41 +56,26 @@ def micro_batches(vocab_size, rows=(2, 1), seed=0):
 # --- wrong engines: each must be found out
 
 
-@contextmanager
-def forgets_the_backward_sum():
-    with patch.object(linear.ReplicatedResidual, "start_sum", lambda residual, x: InFlight(None, lambda: x)):
-        yield
-
-
-@contextmanager
-def adds_row_biases_everywhere():
-    def forward(row, x):
-        return row.residual.leave(F.linear(x, row.weight, row.bias))
-
-    with patch.object(linear.RowLinear, "forward", forward):
-        yield
-
-
-@contextmanager
-def sums_no_replicas():
-    with patch.object(tensor, "sum_replicas", lambda engine: None):
-        yield
-
-
-BUGS = [forgets_the_backward_sum, adds_row_biases_everywhere, sums_no_replicas]
+BUGS = {  # owner, name, wrong version
+    "forgets the backward sum": (linear.ReplicatedResidual, "start_sum", lambda _, x: InFlight(None, lambda: x)),
+    "adds row biases everywhere": (
+        linear.RowLinear, "forward", lambda row, x: row.residual.leave(F.linear(x, row.weight, row.bias))
+    ),
+    "sums no replicas": (tensor, "sum_replicas", lambda engine: None),
+}  # fmt: skip
 
 
 def planted():
     found = {}
-    for bug in BUGS:
+    for bug, wrong in BUGS.items():
         for name, config in (("llama", LLAMA), ("head norms", HEAD_NORMS), ("gpt", GPT)):
             whole = built(Case(config))
             reference = copy.deepcopy(whole)
             batches = micro_batches(config.vocab_size)
-            with bug():
+            with patch.object(*wrong):
                 engine = tensor.build(whole, dist.group.WORLD)
                 loss = engines.accumulate_gradients(engine, batches)
-            found[bug.__name__, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
+            found[bug, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -105,16 +89,16 @@ def wrong_names(apart):
 
 
 def test_planted_bugs_are_found_where_they_are(bugs):
-    forgot = wrong_names(bugs["forgets_the_backward_sum", "llama"])
+    forgot = wrong_names(bugs["forgets the backward sum", "llama"])
     assert {"embed.weight", "blocks.1.attention_norm.weight", "norm.weight"} <= forgot
     assert not forgot & {"loss", "head.weight"}
-    assert "loss" in wrong_names(bugs["adds_row_biases_everywhere", "gpt"])
-    assert not wrong_names(bugs["adds_row_biases_everywhere", "llama"])  # no bias, no bug
+    assert "loss" in wrong_names(bugs["adds row biases everywhere", "gpt"])
+    assert not wrong_names(bugs["adds row biases everywhere", "llama"])  # no bias, no bug
     kv = {f"blocks.{layer}.attention.{name}.weight" for layer in (0, 1) for name in ("k", "v")}
-    assert wrong_names(bugs["sums_no_replicas", "llama"]) == kv
+    assert wrong_names(bugs["sums no replicas", "llama"]) == kv
     norms = {f"blocks.{layer}.attention.{name}_norm.weight" for layer in (0, 1) for name in ("q", "k")}
-    assert wrong_names(bugs["sums_no_replicas", "head norms"]) == kv | norms
-    assert not wrong_names(bugs["sums_no_replicas", "gpt"])
+    assert wrong_names(bugs["sums no replicas", "head norms"]) == kv | norms
+    assert not wrong_names(bugs["sums no replicas", "gpt"])
 
 
 # --- dropout
