@@ -1,7 +1,7 @@
 """Tensor parallelism from scratch: planted bugs, masks, refusals; gradients, bytes: test_parallel_five_d.py."""
 
 import copy
-import dataclasses
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -22,20 +22,16 @@ from course_lib.parallel import linear, tensor, vocabulary
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)
-HEAD_NORMS = dataclasses.replace(LLAMA, name="head norms", qk_norm=True)
-GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
+HEAD_NORMS = replace(LLAMA, name="head norms", qk_norm=True)
+GPT = replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
 S = 7
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     config: ModelConfig
     recompute: str = "none"
     attention: str = "fused"
-
-
-def config_of(config, **changes):
-    return dataclasses.replace(config, **changes)
 
 
 def built(case):
@@ -120,7 +116,7 @@ class Masks(TorchDispatchMode):
 
 def dropout_run(recompute):
     torch.manual_seed(100 + dist.get_rank())  # ranks begin with different generators
-    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
+    case = Case(replace(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
         loss = engines.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
@@ -189,16 +185,16 @@ def test_the_loss_neither_overflows_nor_vanishes_and_is_float32_of_bfloat16_logi
 
 
 REFUSED = {
-    "num_heads (6) must be divisible by tp (4); choose tp from 1, 2, 3, 6": config_of(
+    "num_heads (6) must be divisible by tp (4); choose tp from 1, 2, 3, 6": replace(
         LLAMA, d_model=24, num_heads=6, num_kv_heads=6
     ),
-    "num_heads (2) must be divisible by tp (4); choose tp from 1, 2": config_of(LLAMA, num_heads=2),
-    "num_kv_heads (6) must be divisible by tp (4), or divide it; choose tp from 1, 2, 3, 6, 12": config_of(
+    "num_heads (2) must be divisible by tp (4); choose tp from 1, 2": replace(LLAMA, num_heads=2),
+    "num_kv_heads (6) must be divisible by tp (4), or divide it; choose tp from 1, 2, 3, 6, 12": replace(
         LLAMA, d_model=24, num_heads=12, num_kv_heads=6
     ),
-    "d_ff (6) leaves a rank of tp (4) with none": config_of(LLAMA, d_ff=6),
-    "vocab_size (9) leaves a rank of tp (4) with none": config_of(LLAMA, vocab_size=9),
-    "family is 'xlmr'": config_of(LLAMA, family="xlmr", num_kv_heads=4),
+    "d_ff (6) leaves a rank of tp (4) with none": replace(LLAMA, d_ff=6),
+    "vocab_size (9) leaves a rank of tp (4) with none": replace(LLAMA, vocab_size=9),
+    "family is 'xlmr'": replace(LLAMA, family="xlmr", num_kv_heads=4),
 }
 
 
