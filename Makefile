@@ -187,7 +187,9 @@ slides: setup $(NPM)/reveal.js/package.json $(NPM)/katex/package.json  ## build/
 site: setup build/npm/node_modules/mathjax/package.json  ## build/site: lessons, exercises and reference as pages that need no server; with build/page where that is built
 	@$(RUN) -c 'import furo, myst_nb' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,site]"
 	rm -rf build/site
-	@SECONDS=0; $(RUN) -m sphinx -q -E -W --keep-going -c docs/site -d build/site-doctrees . build/site; echo "build/site: $$(du -sm build/site | cut -f 1) MB, built in $$SECONDS s"
+	@SECONDS=0; set -e; for at in en:.: ko:ko:/ko; do IFS=: read -r lang from to <<<"$$at"; \
+	  COURSE_LANG=$$lang $(RUN) -m sphinx -q -E -W --keep-going -c docs/site -d build/site-doctrees$$to $$from build/site$$to; done; \
+	echo "build/site: $$(du -sm build/site | cut -f 1) MB in two languages, built in $$SECONDS s"
 
 wheel: setup  ## build/wheel: the whole wheel; build/colab: the one to upload, without notebooks and weights
 	rm -rf build/lib build/wheel build/colab

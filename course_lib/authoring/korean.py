@@ -31,9 +31,11 @@ EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
 WORDS = ("Right", "Wrong", "wrong", "said", "verdict")  # of claims
+THEME = ("On this page", "Back to top", "Search")  # of the site
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
+SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"']+)[\"']\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
 _VALUE = re.compile(r"\{[a-z_][^{}]*\}")
@@ -101,7 +103,8 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
 
     A value that a text is filled with is `{0}`, `{1}`, ... in it.
     """
-    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS, *WORDS)}
+    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS, *WORDS, *THEME)}
+    found |= {text: "site" for text in _TOLD.findall(SITE.read_text(encoding="utf-8"))}
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
         if name.parts[0] not in SILENT:

@@ -5,6 +5,7 @@ a link that leads nowhere, has a search without a server, and comes by pip. Jupy
 from elsewhere that fetch more; nbconvert has neither search nor previous and next.
 
     python -m sphinx -c docs/site . build/site        # any folder with notebooks/, exercises/ and docs/ in place of `.`
+    COURSE_LANG=ko python -m sphinx -c docs/site ko build/site/ko        # the Korean edition, beside the English one
 """
 
 import ast
@@ -21,27 +22,36 @@ from urllib.parse import urlencode
 import nbformat
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.search import SearchLanguage
+from sphinx.search.en import ENGLISH_STOPWORDS
 
 from course_lib.authoring import ROOT, tags_of
 from course_lib.authoring.address import INSTALL, repository
 from course_lib.authoring.links import NAVIGATION, chapters_of
+from course_lib.language import language as spoken_here
+from course_lib.language import told, told_svg
 from course_lib.panels import asked
 
 ADDRESS = repository(ROOT)
 MATHJAX, LIVE = ROOT / "build" / "npm" / "node_modules" / "mathjax" / "es5" / "tex-svg.js", ROOT / "build" / "page"
 
-project, author = "Distributed training", "the course's authors"
-html_title, root_doc = "Distributed training, from one GPU to all five parallelisms", "notebooks/index"
+language = spoken_here()
+UP, BELOW = ("../", "ko/") if language == "ko" else ("", "")  # of the site's own address; the edition's place in it
+PAGE = f"page/{BELOW if (LIVE / BELOW).is_dir() else ''}index.html"
+OTHER = ("en", "English", "../") if language == "ko" else ("ko", "한국어", "ko/")
+project, author = told("Distributed training"), "the course's authors"
+html_title, root_doc = told("Distributed training, from one GPU to all five parallelisms"), "notebooks/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
 include_patterns = [
     "notebooks/*.ipynb", "exercises/*.ipynb", "docs/labs/*.md", "docs/site/*.md",
-    *(f"docs/{name}.md" for name in ("SYMBOLS", "CLAIMS", "PREDICTOR", "TEACHING", "GRADING", "SHARED_MACHINES")),
+    *(f"docs/{name}.md" for name in ("SYMBOLS", "CLAIMS", "GLOSSARY", "PREDICTOR")),
+    *(f"docs/{name}.md" for name in ("TEACHING", "GRADING", "SHARED_MACHINES")),
 ]  # fmt: skip
 exclude_patterns = ["build", "runs", "shared", "course_lib", "tests", "**/.*"]
 nitpicky, nitpick_ignore_regex = True, [("py:.*", ".*")]  # links, not the types of signatures
 
 nb_execution_mode = "off"
-nb_code_prompt_show, nb_code_prompt_hide = "Show the {type}", "Hide the {type}"
+nb_code_prompt_show, nb_code_prompt_hide = told("Show the {type}"), told("Hide the {type}")
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 3
 autodoc_default_options = {"undoc-members": True, "no-value": True}
 autodoc_typehints_format, python_display_short_literal_types = "short", True
@@ -62,7 +72,7 @@ def pages(folder: Path) -> dict[str, list[str]]:
     lessons = chapters_of(folder / "notebooks")
     in_depth = sorted(path.name for path in (folder / "notebooks").glob("*_in_depth.ipynb"))
     exercises = sorted(path.name for path in (folder / "exercises").glob("*.ipynb"))
-    documents = ["site/cheat_sheet", "SYMBOLS", "CLAIMS", "PREDICTOR", "site/api"]
+    documents = ["site/cheat_sheet", "SYMBOLS", "CLAIMS", "GLOSSARY", "PREDICTOR", "site/api"]
     teaching = [
         "TEACHING",
         "GRADING",
@@ -70,11 +80,11 @@ def pages(folder: Path) -> dict[str, list[str]]:
         *(f"labs/{path.stem}" for path in sorted((folder / "docs/labs").glob("*.md"))),
     ]
     named = {
-        "Lessons": [f"notebooks/{name}" for name in lessons],
-        "In depth": [f"notebooks/{name}" for name in in_depth],
-        "Exercises": [f"exercises/{name}" for name in exercises],
-        "Reference": [f"docs/{name}.md" for name in documents],
-        "Teaching and labs": [f"docs/{name}.md" for name in teaching],
+        told("Lessons"): [f"notebooks/{name}" for name in lessons],
+        told("In depth"): [f"notebooks/{name}" for name in in_depth],
+        told("Exercises"): [f"exercises/{name}" for name in exercises],
+        told("Reference"): [f"docs/{name}.md" for name in documents],
+        told("Teaching and labs"): [f"docs/{name}.md" for name in teaching],
     }
     return {head: [name for name in names if (folder / name).exists()] for head, names in named.items()}
 
@@ -96,16 +106,16 @@ def picture(output, name: str, app) -> str | None:
     """An output's picture as HTML: SVG inside the page, where it follows its colours, PNG as a file beside it."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
-        return f'<div class="picture">{data["image/svg+xml"]}</div>'
+        return f'<div class="picture">{told_svg(data["image/svg+xml"])}</div>'
     if "image/png" not in data:
         return None
     shown = output.metadata["image/png"]
     path = Path(app.outdir) / "_images" / f"{name.replace('/', '-')}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(base64.b64decode(data["image/png"]))
-    words, there = html.escape(shown.get("alt", "Picture")), f"{'../' * (name.count('/'))}_images/{path.name}"
+    words, there = shown.get("alt") or told("Picture"), f"{'../' * (name.count('/'))}_images/{path.name}"
     size = "".join(f' {key}="{shown[key]}"' for key in ("width", "height") if key in shown)
-    return f'<div class="picture"><img src="{there}" alt="{words}"{size} loading="lazy"></div>'
+    return f'<div class="picture"><img src="{there}" alt="{html.escape(told(words))}"{size} loading="lazy"></div>'
 
 
 def live(source: str, docname: str) -> str:
@@ -115,20 +125,37 @@ def live(source: str, docname: str) -> str:
         return ""
     panel = getattr(importlib.import_module(found[1]), found[2])
     (place,) = (name for name, listed in asked.PANELS.items() if listed.panel is panel)
-    return f'<p><a href="{"../" * docname.count("/")}page/index.html#{place}">Move its controls in the browser</a></p>'
+    page = f"{UP}{'../' * docname.count('/')}{PAGE}"
+    return f'<p><a href="{page}#{place}">{told("Move its controls in the browser")}</a></p>'
+
+
+def other(folder: Path, docname: str) -> str:
+    """The address, from a page, of the same page in the other language, or of that edition's first; "" without one."""
+    there = folder.parent if language == "ko" else folder / "ko"
+    found = {name for name in (docname, root_doc) if any(there.glob(f"{name}.[im]*"))} | {"search"}
+    if root_doc not in found:
+        return ""
+    return f"{'../' * docname.count('/')}{OTHER[2]}{docname if docname in found else root_doc}.html"
+
+
+def switch(folder: Path, docname: str) -> str:
+    """The link to the other language, which keeps the page, and with site.js the place in it."""
+    to = other(folder, docname)
+    return f'<a href="{to}" hreflang="{OTHER[0]}" lang="{OTHER[0]}">{OTHER[1]}</a>' if to else ""
 
 
 def opened_by(name: str) -> str:
     """The line of links that open a notebook: what the address allows, and the file itself."""
-    links = ["{download}`download <" + Path(name).name + ">` for JupyterLab"]
+    links = [f"{{download}}`{told('download for JupyterLab')} <{Path(name).name}>`"]
     if ADDRESS:
         where, hub = ADDRESS.removeprefix("https://github.com/"), repository(ROOT, "JupyterHub")
+        name = f"{BELOW}{name}"
         path = f"{where}/blob/main/{name}"
         links += [f"[Colab](https://colab.research.google.com/github/{path})"]
         links += [f"[Kaggle](https://www.kaggle.com/kernels/welcome?src=https://github.com/{path})"]
         pulled = urlencode({"repo": ADDRESS, "branch": "main", "urlpath": f"lab/tree/{where.split('/')[1]}/{name}"})
         links += [f"[JupyterLab]({hub}/hub/user-redirect/git-pull?{pulled})"] if hub else []
-    return f"Open this notebook: {' · '.join(links)}"
+    return f"{told('Open this notebook:')} {' · '.join(links)}"
 
 
 def notebook_page(nb, docname: str, app):
@@ -140,7 +167,8 @@ def notebook_page(nb, docname: str, app):
         if cell.id == "title":
             cell.source = re.sub(r"\s*^\[!\[Open in Colab\].*$", "", cell.source, flags=re.MULTILINE)
         if cell.id == NAVIGATION[0]:
-            cell.source = re.sub(r" · \[Solutions\]\([^)]*\)", "", cell.source)
+            cell.source = re.sub(r" · \[[^\]]*\]\([^)]*solutions/[^)]*\)", "", cell.source)
+            cell.source = re.sub(rf"\[{OTHER[1]}\]\([^)]*\)", switch(Path(app.srcdir), docname), cell.source)
             cell.source += f"\n\n{opened_by(docname + '.ipynb')}"
         folded = cell.metadata.get("jupyter", {})
         hidden = {"hide-input": folded.get("source_hidden"), "hide-output": folded.get("outputs_hidden")}
@@ -151,9 +179,8 @@ def notebook_page(nb, docname: str, app):
         cells.append(cell)
     if docname == root_doc:
         if LIVE.is_dir():
-            cells[
-                1
-            ].source += "\n\n<a href='../page/index.html'>Panels, planner and claims that compute in the browser</a>"
+            words = told("Panels, planner and claims that compute in the browser")
+            cells[1].source += f"\n\n<a href='{UP}../{PAGE}'>{words}</a>"
         cells.append(nbformat.v4.new_markdown_cell(contents(Path(app.srcdir)), id="contents"))
     nb.cells = cells
     return nb
@@ -242,10 +269,23 @@ def mend_links(app, doctree) -> None:
         link.replace_self(nodes.reference("", "", *words, refuri=there) if there else words)
 
 
+class SearchKorean(SearchLanguage):
+    """Words are found without the particle at their end; the English words among them as they are."""
+
+    lang, language_name, stopwords = "ko", "Korean", ENGLISH_STOPWORDS
+    END = r"(?<=[가-힣\w]{2})(에서|으로|까지|부터|처럼|보다|마다|에는|을|를|이|가|은|는|의|에|로|와|과|도|만)$"
+    js_stemmer_code = f"class Stemmer {{ stemWord(word) {{ return word.replace(/{END}/, ''); }} }}"
+
+    def stem(self, word: str) -> str:
+        """The word as the index has it."""
+        return re.sub(self.END, "", word.lower())
+
+
 def for_all_readers(app, pagename: str, templatename: str, context: dict, doctree) -> None:
-    """What a checker of accessibility finds in what the theme and MyST-NB write: levels and labels."""
+    """The switch of languages, and what a checker of accessibility finds in what the theme and MyST-NB write."""
     tree = context.get("furo_navigation_tree", "")
-    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    tree = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    context["furo_navigation_tree"] = f'<p class="switch">{switch(Path(app.srcdir), pagename)}</p>{tree}'
     context["body"] = context.get("body", "").replace(' aria-label="Toggle hidden content"', "")
 
 
@@ -253,15 +293,25 @@ def finish(app, failed) -> None:
     """The first page at the folder's own address, and the page that computes beside it, where that is built."""
     if failed or app.builder.format != "html":
         return
-    first = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Distributed training</title>'
-    first += f'<meta http-equiv="refresh" content="0; url={root_doc}.html"><a href="{root_doc}.html">The course</a>'
+    first = f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>{project}</title>'
+    first += f'<meta http-equiv="refresh" content="0; url={root_doc}.html"><a href="{root_doc}.html">{html_title}</a>'
     (Path(app.outdir) / "index.html").write_text(first + "</html>\n", encoding="utf-8")
-    if LIVE.is_dir():
+    if LIVE.is_dir() and not UP:
         shutil.copytree(LIVE, Path(app.outdir) / "page", dirs_exist_ok=True)
+
+
+def tell_theme(app) -> None:
+    """The theme's own words in Korean, where Sphinx has none for them."""
+    templates = getattr(app.builder, "templates", None)
+    if UP and templates:
+        of_sphinx, of_many = (templates.environment.globals[name] for name in ("gettext", "ngettext"))
+        templates.environment.install_gettext_callables(lambda text: told(of_sphinx(text)), of_many)
 
 
 def setup(app) -> None:
     """Connect the above."""
+    app.connect("builder-inited", tell_theme)
+    app.add_search_language(SearchKorean)
     app.connect("source-read", read_source)
     app.connect("doctree-read", mend_links, priority=100)  # before Sphinx copies what is linked to
     app.connect("autodoc-process-docstring", as_written)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.browser
 TARGET, BUILT = "site", ROOT / "build" / "site"
 LOOKED_AT = (
     "notebooks/index", "notebooks/04_zero", "exercises/08_pipeline_parallel", "docs/CLAIMS", "docs/site/api",
+    "ko/notebooks/04_zero", "ko/docs/CLAIMS",
 )  # fmt: skip
 
 
@@ -27,12 +28,14 @@ class Addresses(HTMLParser):
         self.links: list[str] = []
         self.loads: list[str] = []
         self.names: set[str] = set()
+        self.switches: set[str] = set()  # to the other language
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
+            self.switches |= {given["href"]} if "hreflang" in given else set()
         if "src" in given or tag == "link":
             self.loads.append(given.get("src") or given.get("href"))
         self.names |= {given[key] for key in ("id", "name") if key in given}
@@ -57,6 +60,12 @@ def test_pages_are_those_of_the_folder_and_an_address_brings_its_buttons(tmp_pat
         "In depth": ["notebooks/04_zero_in_depth.ipynb"],
         "Exercises": ["exercises/04_zero.ipynb"],
     }
+    (tmp_path / "ko" / "notebooks").mkdir(parents=True)
+    assert conf.switch(tmp_path, "notebooks/04_zero") == ""
+    for name in ("notebooks/04_zero", "notebooks/index"):
+        (tmp_path / f"ko/{name}.ipynb").touch()
+    assert conf.other(tmp_path, "notebooks/04_zero") == "../ko/notebooks/04_zero.html"
+    assert conf.other(tmp_path, "exercises/04_zero") == "../ko/notebooks/index.html"
     assert "http" not in conf.opened_by("notebooks/04_zero.ipynb") or conf.ADDRESS
     monkeypatch.setitem(conf.opened_by.__globals__, "ADDRESS", "https://github.com/owner/name")
     line = conf.opened_by("notebooks/04_zero.ipynb")
@@ -67,6 +76,7 @@ def test_pages_are_those_of_the_folder_and_an_address_brings_its_buttons(tmp_pat
 def test_every_lesson_and_exercise_has_a_page_and_no_solution_has(site):
     for path in notebook_paths("notebooks", "exercises"):
         assert path.relative_to(ROOT).with_suffix(".html").as_posix() in site
+        assert f"ko/{path.relative_to(ROOT).with_suffix('.html').as_posix()}" in site
     assert not any("solution" in path.as_posix() for path in BUILT.rglob("*") if "page" not in path.parts)
 
 
@@ -82,7 +92,7 @@ def test_every_link_inside_leads_to_a_file_and_its_place_in_it_and_nothing_is_lo
             is_there = url.netloc == "site" and (BUILT / path).is_file()
             if not is_there or (place and path in site and place not in site[path].names):
                 lost.append((page, link))
-    assert lost == [] and len(site) > 60
+    assert lost == [] and len(site) > 120
 
 
 def test_answers_are_folded_and_predictions_do_not_show_what_was_measured(page, address):
@@ -106,6 +116,35 @@ def test_previous_and_next_walk_through_the_lessons_in_order(page, address):
     page.click("a.prev-page")
     page.wait_for_load_state()
     assert page.url.endswith(f"{walked[-2]}.html")
+
+
+def test_every_page_leads_to_the_other_language_which_leads_back_to_the_same_heading(page, address, site):
+    for name, found in site.items():
+        if "genindex" not in name and name not in ("index.html", "ko/index.html"):
+            (to,) = found.switches
+            there = urlsplit(urljoin(f"http://site/{name}", to)).path.lstrip("/")
+            assert there.startswith("ko/") != name.startswith("ko/"), name
+            same = name.removeprefix("ko/") if name.startswith("ko/") else f"ko/{name}"
+            assert there == (same if same in site else there) and there in site
+    page.goto(f"{address}ko/notebooks/04_zero.html")
+    assert page.inner_text(".sidebar-tree .caption >> nth=0") == "레슨" and "다음" in page.inner_text(".next-page")
+    page.evaluate("document.querySelectorAll('article h2')[2].scrollIntoView()")
+    page.click(".sidebar-drawer a[hreflang=en]")
+    page.wait_for_url("**/notebooks/04_zero.html#at-*")
+    assert "/ko/" not in page.url
+    page.wait_for_function(
+        "() => Math.abs(document.querySelectorAll('article h2')[2].getBoundingClientRect().top) < 200"
+    )
+
+
+def test_search_in_korean_finds_a_word_whatever_its_particle(page, address):
+    found = []
+    for word in ("배치", "배치를"):
+        page.goto(f"{address}ko/search.html?q={word}")
+        page.wait_for_selector("#search-results li a")
+        page.wait_for_function("() => !document.querySelector('#search-progress')?.textContent.includes('...')")
+        found.append(page.locator("#search-results li").count())
+    assert found[0] > 10 and abs(found[0] - found[1]) <= 2
 
 
 def test_search_finds_reduce_scatter_and_asks_nobody(page, address, asked):
