@@ -81,10 +81,7 @@ def test_nbval_starts_a_kernel_again_with_the_plugin(tmp_path):
 WARM = {
     "warm": ('import os, sys\nprint("torch" in sys.modules, "course_lib.model" in sys.modules)', "True False\n"),
     "place": ('from pathlib import Path\nprint(Path("pids").exists(), sys.argv[0])', "False ipykernel_launcher.py\n"),
-    "ranks": (
-        "from course_lib.launch import _processes, launch\nprint(list(launch(lambda: 1, 2)))",
-        "[1, 1]\n",
-    ),
+    "ranks": ("from course_lib.launch import _processes, launch\nprint(list(launch(lambda: 1, 2)))", "[1, 1]\n"),
     "server": (
         "server = _processes._server._process\n"
         'print(Path("pids").write_text(f"{os.getpid()} {server.pid}") > 0, type(server).__name__)',

@@ -68,8 +68,7 @@ def test_without_being_asked_everything_is_english(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "notebook, wanted",
-    [({"metadata": {"course_language": "ko"}}, "ko"), ({"metadata": {}}, "en"), ([], "en")],
+    "notebook, wanted", [({"metadata": {"course_language": "ko"}}, "ko"), ({"metadata": {}}, "en"), ([], "en")]
 )
 def test_a_korean_notebook_asks_for_korean(tmp_path, monkeypatch, notebook, wanted):
     path = tmp_path / "lesson.ipynb"

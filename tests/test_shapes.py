@@ -154,9 +154,8 @@ def test_what_a_shape_leaves_out_is_told():
     left_out = {name: of_transformers(told).left_out for name, (told, _) in PUBLISHED.items()}
     assert left_out["Llama 3.1 8B"] == left_out["Qwen3 8B"] == left_out["Mixtral 8x7B"] == {}
     assert "sliding_window is 4096: attention is counted over the whole" in left_out["Mistral 7B"]["sliding_window"]
-    assert (
-        "biases" in left_out["Qwen2.5 7B"]["model_type"] and "vision" in left_out["Gemma 3 4B, text"]["vision_config"]
-    )
+    assert "biases" in left_out["Qwen2.5 7B"]["model_type"]
+    assert "vision" in left_out["Gemma 3 4B, text"]["vision_config"]
     assert set(left_out["DeepSeek-V3"]) == {"rope_scaling", "num_nextn_predict_layers"}
     assert "mxfp4" in left_out["gpt-oss 20B"]["quantization_config"]
     assert "sliding_window" not in of_transformers(PUBLISHED["Mistral 7B"][0], seq_len=4096).left_out  # it sees all

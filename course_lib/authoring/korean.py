@@ -26,6 +26,7 @@ from course_lib.authoring.links import NAVIGATION
 from course_lib.claims import claims_page
 from course_lib.claims.record import ledger
 from course_lib.language import CATALOGUE, spoken
+from course_lib.web.page import said_by_page
 
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
@@ -105,6 +106,7 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
     A value that a text is filled with is `{0}`, `{1}`, ... in it.
     """
     found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS, *WORDS, *THEME)}
+    found |= {text: "page" for text in said_by_page()}
     found |= {text: "site" for text in _TOLD.findall(SITE.read_text(encoding="utf-8"))}
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)

@@ -3,7 +3,7 @@
 course cluster init site --partition gpu --gpus-per-node 8 --interface ib0 --module cuda/12.8
 sbatch site/check.sbatch
 course cluster init site --kind kubernetes --container registry/course --claim shared --nodes 4 --gpus-per-node 1
-course cluster init site --kind shared --python /opt/course/bin/python
+course cluster init site --kind shared --python /srv/course/bin/python
 torchrun --nproc-per-node 4 -m course_lib.cluster --layout dp=2,tp=2
 """
 

@@ -178,8 +178,8 @@ def shared_file(site: Site, what: str) -> str:
     if site.python == Site().python or what == "apptainer":
         return text
     if not site.python.startswith("/") or not site.python.endswith("/bin/python"):
-        raise ValueError(f"python is {site.python!r}; give that of an installation for all, as /opt/course/bin/python")
-    return text.replace("/opt/course", site.python.removesuffix("/bin/python"))
+        raise ValueError(f"python is {site.python!r}; give that of an installation for all, as /srv/course/bin/python")
+    return text.replace("/srv/course", site.python.removesuffix("/bin/python"))
 
 
 @checked

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from course_lib.claims import claims_named
 from course_lib.claims.page import as_record
 from course_lib.estimate.estimate import SPREAD
+from course_lib.language import told, told_svg
 from course_lib.panels import runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS
@@ -92,9 +93,9 @@ def described(name: str) -> dict:
     listed = PANELS[name]
     panel = listed.panel
     return {
-        "title": panel.title,
+        "title": told(panel.title),
         "lesson": listed.lesson,
-        "basis": listed.basis,
+        "basis": told(listed.basis),
         "controls": [_described(key, control) for key, control in panel.controls.items()],
         "presets": {key: _words_of(panel.start | dict(values)) for key, (values, _) in panel.presets.items()},
         "buttons": list(panel.slow),
@@ -103,14 +104,15 @@ def described(name: str) -> dict:
 
 
 def _described(name: str, control: Control) -> dict:
-    options = [[label, str(value)] for label, value in control.options]
-    told = {"name": name, "label": control.label, "kind": control.kind, "start": str(control.start), "options": options}
+    options = [[told(label), str(value)] for label, value in control.options]
+    found = {"name": name, "label": told(control.label), "kind": control.kind, "start": str(control.start)}
+    found["options"] = options
     if control.kind == "grid":
-        told |= {
+        found |= {
             "cells": control.cells(control.start),
             "colors": {key: COLORS[label] for label, key in control.options},
         }
-    return told
+    return found
 
 
 def _words_of(values: Mapping[str, Value]) -> dict[str, str]:
@@ -132,7 +134,7 @@ def values_of(panel: Panel, words: Mapping[str, str]) -> dict[str, Value]:
 
 
 def _told(answer: Answer) -> dict:
-    return {"svg": answer.svg, "said": answer.said}
+    return {"svg": told_svg(answer.svg), "said": told(answer.said)}
 
 
 def _show(panel: str, words: Mapping[str, str]) -> dict:
@@ -163,7 +165,8 @@ def _press(panel: str, button: str, words: Mapping[str, str]) -> dict:
 
 def _plan(words: Mapping[str, str], file: str = "", text: str = "") -> dict:
     shown, lines, files, refused = planned(values_of(PLANNER, words), file, text)
-    return {**_told(answer_of(PLANNER.title, lambda: shown)), "lines": lines, "files": files, "refused": refused}
+    found = {"lines": list(map(told, lines)), "files": files, "refused": refused}
+    return _told(answer_of(PLANNER.title, lambda: shown)) | found
 
 
 def _claim(id: str) -> dict:
@@ -190,4 +193,4 @@ def answer(request: Mapping[str, object]) -> dict:
             one_of("panel", fields["panel"], tuple(PANELS))
         return _DONE[fields.pop("do")](**fields)
     except (ValueError, TypeError) as error:
-        return {"refused_because": str(error)}
+        return {"refused_because": told(str(error))}

@@ -2,9 +2,11 @@
 const stored = await fetch("first.json.packed");
 const first = await new Response(stored.body.pipeThrough(new DecompressionStream("gzip"))).json();
 const main = document.getElementById("main"), state = document.getElementById("state");
-const worker = new Worker("worker.js", { type: "module" });
+const worker = new Worker(new URL(`worker.js?lang=${document.documentElement.lang}`, import.meta.url), { type: "module" });
 const waiting = new Map();
 let number = 0, isReady = false;
+// the page's own words, in its language: {0} is the first of the values
+const told = (text, ...values) => (first.words[text] ?? text).replace(/\{(\d)\}/g, (_, at) => values[at]);
 
 function ask(request) {
   return new Promise((resolve) => {
@@ -23,13 +25,13 @@ worker.onmessage = ({ data }) => {
   } else if (data.ready) {
     isReady = true;
     document.body.dataset.ready = performance.now().toFixed(0);
-    state.textContent = "Python is here: every number below is worked out anew.";
+    state.textContent = told("Python is here: every number below is worked out anew.");
     show();
   } else {
-    state.textContent = `Python did not start (${data.failed}). The stored pictures stand; serve the folder with any web server.`;
+    state.textContent = told("Python did not start ({0}). The stored pictures stand; serve the folder with any web server.", data.failed);
   }
 };
-worker.onerror = (event) => { state.textContent = `Python did not start (${event.message ?? "worker"}). The stored pictures stand.`; };
+worker.onerror = (event) => { state.textContent = told("Python did not start ({0}). The stored pictures stand; serve the folder with any web server.", event.message ?? "worker"); };
 
 function make(tag, fields = {}, ...children) {
   const made = Object.assign(document.createElement(tag), fields);
@@ -106,7 +108,7 @@ function typed(spec, value, changed, id) {
 function grid(spec, value, changed, id) {
   const options = make("select", { id }, ...spec.options.map(([label, word]) => make("option", { value: word, textContent: label })));
   const text = make("textarea", { value, rows: spec.cells.length, spellcheck: false });
-  text.setAttribute("aria-label", "the chart as text");
+  text.setAttribute("aria-label", told("the chart as text"));
   const table = make("div", { className: "grid" });
   const put = (cells) => table.replaceChildren(...cells.map((row, r) => {
     let color = "";
@@ -156,8 +158,8 @@ function open(name, words) {
     ...panel.controls.map((spec) => controlOf(spec, chosen[spec.name] ?? spec.start, changed)),
   );
   const presets = () => {
-    const menu = make("select", { id: "presets" }, make("option", { textContent: "your own", value: "" }),
-      ...Object.keys(panel.presets).map((one) => make("option", { textContent: one, value: one })));
+    const menu = make("select", { id: "presets" }, make("option", { textContent: told("your own"), value: "" }),
+      ...Object.keys(panel.presets).map((one) => make("option", { textContent: told(one), value: one })));
     menu.onchange = () => {
       if (!menu.value) return;
       Object.assign(chosen, panel.presets[menu.value]);
@@ -167,7 +169,7 @@ function open(name, words) {
       remember(name, chosen);
       update();
     };
-    return make("div", { className: "control" }, make("label", { htmlFor: "presets", textContent: "start from" }), menu);
+    return make("div", { className: "control" }, make("label", { htmlFor: "presets", textContent: told("start from") }), menu);
   };
   const changed = (control, word) => {
     chosen[control] = word;
@@ -189,24 +191,24 @@ function open(name, words) {
     document.body.dataset.shown = `${name}:${turn}`;
   };
   const buttons = panel.buttons.map((button) => {
-    const press = make("button", { type: "button", textContent: button });
+    const press = make("button", { type: "button", textContent: told(button) });
     press.onclick = () => busy(press, async () => put(await ask({ do: "press", panel: name, button, words: chosen })));
     return press;
   });
-  const share = make("button", { type: "button", textContent: "copy a link to this" });
+  const share = make("button", { type: "button", textContent: told("copy a link to this") });
   share.onclick = async () => {
     await navigator.clipboard.writeText(location.href);
-    share.textContent = "copied";
+    share.textContent = told("copied");
   };
   fill();
   main.replaceChildren(
     make("h2", { textContent: panel.title }), make("p", { className: "basis", textContent: panel.basis }), form,
     make("div", { className: "row" }, ...buttons, ...(name === "planner" ? planner(chosen, put, result, form) : []), share),
     said, picture, result,
-    make("p", { className: "basis", textContent: `Lesson: notebooks/${panel.lesson}.ipynb` }),
+    make("p", { className: "basis", textContent: told("Lesson: notebooks/{0}.ipynb", panel.lesson) }),
   );
   if (name === "pipeline") play(picture, result);
-  document.title = `${panel.title} · training on many GPUs`;
+  document.title = `${panel.title} · ${told("Training on many GPUs")}`;
   if (isReady) update();
 }
 
@@ -222,24 +224,24 @@ async function busy(button, work) {
 // ---- the planner: a file of a model, a search, files to take away
 function planner(chosen, put, result, form) {
   let file = "", text = "";
-  const nothing = "or drop a config.json of transformers here";
-  const told = make("span", { textContent: nothing });
+  const nothing = told("or drop a config.json of transformers here");
+  const note = make("span", { textContent: nothing });
   form.addEventListener("input", ({ target }) => {
     if (!file) return;
     if (target.id === "control-model") {
       [file, text, choose.value] = ["", "", ""];
-      told.textContent = nothing;
-    } else told.textContent = `press Plan for ${file}; the picture is of the model above`;
+      note.textContent = nothing;
+    } else note.textContent = told("press Plan for {0}; the picture is of the model above", file);
   });
   const choose = make("input", { type: "file", accept: ".json" });
-  choose.setAttribute("aria-label", "a config.json of transformers");
+  choose.setAttribute("aria-label", told("a config.json of transformers"));
   const take = async (one) => {
     if (!one) return;
     [file, text] = [one.name, await one.text()];
-    told.textContent = `${file}: its shape is used in place of the model above`;
+    note.textContent = told("{0}: its shape is used in place of the model above", file);
   };
   choose.onchange = () => take(choose.files[0]);
-  const drop = make("div", { className: "drop row" }, choose, told);
+  const drop = make("div", { className: "drop row" }, choose, note);
   drop.ondragover = (event) => { event.preventDefault(); drop.classList.add("over"); };
   drop.ondragleave = () => drop.classList.remove("over");
   drop.ondrop = (event) => {
@@ -247,9 +249,9 @@ function planner(chosen, put, result, form) {
     drop.classList.remove("over");
     take(event.dataTransfer.files[0]);
   };
-  const press = make("button", { type: "button", textContent: "Plan" });
+  const press = make("button", { type: "button", textContent: told("Plan") });
   press.onclick = () => busy(press, async () => {
-    if (file) told.textContent = `${file}: its shape is used in place of the model above`;
+    if (file) note.textContent = told("{0}: its shape is used in place of the model above", file);
     const found = await ask({ do: "plan", words: chosen, file, text });
     put(found);
     document.body.dataset.planned = found.refused_because ? "refused" : "done";
@@ -262,8 +264,8 @@ function planner(chosen, put, result, form) {
     const refused = Object.entries(found.refused).map(([name, why]) => make("li", { textContent: `no ${name}: ${why}` }));
     const lines = make("pre", { textContent: found.lines.join("\n"), tabIndex: 0 });
     lines.setAttribute("role", "group");
-    lines.setAttribute("aria-label", "layouts and why");
-    result.replaceChildren(lines, make("h3", { textContent: "Files" }), make("ul", {}, ...files, ...refused));
+    lines.setAttribute("aria-label", told("layouts and why"));
+    result.replaceChildren(lines, make("h3", { textContent: told("Files") }), make("ul", {}, ...files, ...refused));
   });
   return [press, drop];
 }
@@ -279,13 +281,13 @@ function play(picture, result) {
   const parts = [...svg.querySelectorAll('rect:not(.faint):not(.ground), text[pointer-events="none"]')]
     .map((one) => ({ one, at: box(one) })).filter(({ at }) => at.y < bottom && at.x >= left - 1);
   const slider = make("input", { type: "range", min: 0, max: 1000, value: 1000, id: "moment" });
-  const label = make("label", { htmlFor: "moment", textContent: "moment" });
+  const label = make("label", { htmlFor: "moment", textContent: told("moment") });
   const set = (share) => {
     slider.value = 1000 * share;
     for (const { one, at } of parts) one.style.visibility = at.x < left + share * width ? "" : "hidden";
   };
   slider.oninput = () => set(slider.value / 1000);
-  const button = make("button", { type: "button", textContent: "play" });
+  const button = make("button", { type: "button", textContent: told("play") });
   button.onclick = () => {
     const begun = performance.now(), takes_ms = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 6000;
     const step = () => {
@@ -299,11 +301,11 @@ function play(picture, result) {
 }
 
 // ---- claims
-const verdicts = { right: "Right", "right-if": "Right if", wrong: "Wrong", ambiguous: "It depends: right if" };
+const verdicts = { right: told("Right"), "right-if": told("Right if"), wrong: told("Wrong"), ambiguous: told("It depends: right if") };
 
 function openClaims(words) {
   const search = make("input", { type: "text", id: "word", value: words.word ?? "" });
-  const topic = make("select", { id: "topic" }, make("option", { value: "", textContent: "all" }),
+  const topic = make("select", { id: "topic" }, make("option", { value: "", textContent: told("all") }),
     ...Object.entries(first.topics).map(([key, name]) => make("option", { value: key, textContent: name })));
   topic.value = words.topic ?? "";
   const count = make("p", { className: "said" }), list = make("div");
@@ -313,22 +315,22 @@ function openClaims(words) {
     const found = first.claims.filter((one) => (!topic.value || one.topic === topic.value)
       && `${one.id} ${one.claim} ${one.answer} ${one.say} ${one.condition}`.toLowerCase().includes(word));
     remember("claims", Object.fromEntries(Object.entries({ word: search.value, topic: topic.value }).filter(([, one]) => one)));
-    count.textContent = `${found.length} of ${first.claims.length} claims`;
+    count.textContent = told("{0} of {1} claims", found.length, first.claims.length);
     list.replaceChildren(...found.map(claimOf));
   };
   search.oninput = topic.onchange = update;
   const control = (name, input) => make("div", { className: "control" }, make("label", { htmlFor: input.id, textContent: name }), input);
   main.replaceChildren(
-    make("h2", { textContent: "What is said, and what comes out" }),
-    make("form", { onsubmit: (event) => event.preventDefault() }, control("has the words", search), control("topic", topic)),
+    make("h2", { textContent: told("What is said, and what comes out") }),
+    make("form", { onsubmit: (event) => event.preventDefault() }, control(told("has the words"), search), control(told("topic"), topic)),
     count, list,
   );
-  document.title = "Claims · training on many GPUs";
+  document.title = `${told("Claims, with a search")} · ${told("Training on many GPUs")}`;
   update();
 }
 
 function claimOf(one) {
-  const again = make("button", { type: "button", textContent: "compute it here" });
+  const again = make("button", { type: "button", textContent: told("compute it here") });
   const out = make("span");
   again.onclick = () => busy(again, async () => {
     const found = await ask({ do: "claim", id: one.id });
@@ -337,8 +339,8 @@ function claimOf(one) {
   const verdict = `${verdicts[one.verdict]} ${one.condition}`.trim();
   return make("section", { className: "claim" },
     make("h3", { textContent: `${one.id} “${one.claim}”` }),
-    make("p", {}, make("strong", { textContent: `${verdict}. ` }), `Comes out: ${one.answer}. ${one.say}`),
-    make("p", { className: "basis", textContent: `Source: ${one.source}` }), again, out);
+    make("p", {}, make("strong", { textContent: `${verdict}. ` }), told("Comes out: {0}. {1}", one.answer, one.say)),
+    make("p", { className: "basis", textContent: told("Source: {0}", one.source) }), again, out);
 }
 
 // ---- the whole
@@ -354,10 +356,11 @@ function show() {
 
 document.getElementById("panels").append(
   ...Object.entries(first.panels).map(([name, panel]) => make("li", {}, make("a", { href: `#${name}`, textContent: panel.title }))),
-  make("li", {}, make("a", { href: "#claims", textContent: "Claims, with a search" })),
+  make("li", {}, make("a", { href: "#claims", textContent: told("Claims, with a search") })),
 );
 document.getElementById("about").textContent =
-  `course-lib ${first.version}; Python is Pyodide. Every function that is used here is plain arithmetic of the package, as its notebooks call it.`;
+  told("course-lib {0}; Python is Pyodide. Every function that is used here is plain arithmetic of the package, as its notebooks call it.", first.version);
+document.getElementById("other").onclick = ({ currentTarget }) => { currentTarget.hash = location.hash; };
 addEventListener("hashchange", show);
 show();
 document.body.dataset.painted = performance.now().toFixed(0);

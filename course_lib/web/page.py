@@ -25,6 +25,7 @@ from pathlib import Path
 import course_lib
 from course_lib.claims import claims
 from course_lib.claims.page import NAMES, as_record
+from course_lib.language import CATALOGUE, spoken, told
 from course_lib.panels.asked import PANELS, described
 
 PAGE = ("index.html", "page.css", "page.js", "worker.js")
@@ -46,6 +47,7 @@ LEFT_OUT = (
     "trace.py", "tracemalloc", "turtle", "unittest", "urllib", "uuid", "venv", "wave", "webbrowser", "wsgiref",
     "xml", "xmlrpc", "zipapp", "zoneinfo",
 )  # fmt: skip
+WORDS = re.compile(r"told\(\"([^\"]+)\"|>([^<>]*[A-Za-z]{2}[^<>]*)</")  # that the page itself says
 KEPT = tuple(f"encodings/{name}" for name in ("__init__", "aliases", "ascii", "cp437", "latin_1", "utf_8"))
 
 
@@ -106,13 +108,46 @@ def _zipped(files: dict[str, bytes]) -> bytes:
 
 def asked_first() -> dict:
     """All panels as they start, and all claims: what the page shows before Python has come."""
-    told = ("id", "topic", "claim", "verdict", "condition", "answer", "say", "source", "chapters")
-    ledger = [{name: as_record(claim)[name] for name in told} for claim in claims()]
+    kept = ("id", "topic", "verdict", "answer", "say", "source", "chapters")
+    panels = {name: described(name) for name in PANELS}
+    ledger = [
+        {name: as_record(claim)[name] for name in kept}
+        | {"claim": told(claim.claim), "condition": told(claim.condition)}
+        for claim in claims()
+    ]
+    names = [name for panel in panels.values() for name in (*panel["buttons"], *panel["presets"])]
     return {
         "version": version("course-lib"),
-        "panels": {name: described(name) for name in PANELS},
+        "panels": panels,
         "claims": ledger,
-        "topics": NAMES,
+        "topics": {name: told(text) for name, text in NAMES.items()},
+        "words": {text: told(text) for text in (*said_by_page(), *names)},
+    }
+
+
+def said_by_page() -> list[str]:
+    """The texts of the page itself: between its tags, and those that its script tells."""
+    texts = [(files("course_lib.web") / name).read_text(encoding="utf-8") for name in ("index.html", "page.js")]
+    return [script or html for text in texts for script, html in WORDS.findall(text)]
+
+
+def _korean(page: str) -> dict[str, bytes]:
+    """The files of the page's Korean edition, which takes all others from the folder above."""
+    import polib  # pure Python, and nothing else that reads the catalogue
+
+    with spoken("ko"):
+        first = json.dumps(asked_first(), ensure_ascii=False)
+        page = WORDS.sub(lambda found: found[0].replace(found[2], told(found[2])) if found[2] else found[0], page)
+    for name in ("page.css", "page.js"):
+        page = page.replace(f'"{name}"', f'"../{name}"')
+    page = page.replace(
+        '"ko/index.html" hreflang="ko" lang="ko">한국어', '"../index.html" hreflang="en" lang="en">English'
+    )
+    words = {"course_lib/locale/ko.po": CATALOGUE.read_bytes(), "polib.py": without_words(Path(polib.__file__))}
+    return {
+        "index.html": page.replace('<html lang="en">', '<html lang="ko">').encode(),
+        "first.json.packed": gzip.compress(first.encode(), 9, mtime=0),
+        "words.zip.packed": gzip.compress(_zipped(words), 9, mtime=0),
     }
 
 
@@ -139,6 +174,9 @@ def write_page(folder: Path, pyodide: Path) -> list[Path]:
     packed[f"pyodide/{STDLIB}"] = slim((pyodide / STDLIB).read_bytes())
     for name, content in packed.items():
         (folder / f"{name}.packed").write_bytes(gzip.compress(content, 9, mtime=0))
+    (folder / "ko").mkdir()
+    for name, content in _korean((here / "index.html").read_text(encoding="utf-8")).items():
+        (folder / "ko" / name).write_bytes(content)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

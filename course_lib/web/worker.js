@@ -27,8 +27,14 @@ async function start() {
   URL.revokeObjectURL(module);
   const python = await loadPyodide({ indexURL: folder, createPyodideModule });
   python.unpackArchive(arithmetic, "zip", { extractDir: "/course" });
+  const lang = new URLSearchParams(self.location.search).get("lang");
+  if (lang !== "en") {
+    const words = await unpacked(new URL(`./${lang}/words.zip`, self.location).href);
+    python.unpackArchive(await words.arrayBuffer(), "zip", { extractDir: "/course" });
+  }
   return python.runPython(`
-import sys, json
+import os, sys, json
+os.environ["COURSE_LANG"] = "${lang}"
 sys.path.insert(0, "/course")
 from course_lib.panels.asked import PANELS, answer
 def say(text):

@@ -3,12 +3,15 @@
 Everything is on loopback, with a token and a free port; settings, runtime files and notebooks lie in that folder.
 """
 
+import functools
+import http.server
 import os
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -89,6 +92,40 @@ def page(chromium):
             yield page
         finally:
             browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(request):
+    """The folder that make TARGET built, build/TARGET, on the loopback; TARGET is the test module's."""
+    target = request.module.TARGET
+    if not (ROOT / "build" / target / "index.html").is_file():
+        pytest.skip(f"no build/{target}; make {target} builds it")
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
+    handler = functools.partial(quiet, directory=ROOT / "build" / target)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def asked(page):
+    """The addresses that the page asks for from now on."""
+    found = []
+    page.on("request", lambda request: found.append(request.url))
+    return found
+
+
+def serious(page) -> dict[str, list[str]]:
+    """What axe-core, if make page or make site has brought it, finds serious on a page: rule -> where."""
+    axe = ROOT / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+    if not axe.is_file():
+        return {}
+    page.evaluate(axe.read_text(encoding="utf-8"))
+    found = page.evaluate("async () => (await axe.run()).violations")
+    bad = [one for one in found if one["impact"] in ("serious", "critical")]
+    return {one["id"]: [node["html"][:200] for node in one["nodes"][:3]] for one in bad}
 
 
 @pytest.fixture

@@ -1,9 +1,5 @@
 """Decks of slides in Chromium at 1280 x 720: nothing runs over, keys turn them, nothing is asked elsewhere."""
 
-import functools
-import http.server
-import threading
-
 import pytest
 
 from course_lib.authoring import ROOT
@@ -11,7 +7,7 @@ from course_lib.authoring import ROOT
 pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
 pytestmark = pytest.mark.browser
 
-BUILT = ROOT / "build" / "slides"
+TARGET = "slides"
 # Of each slide: its heading, by how far its words run over, the height of its picture.
 MEASURED = """() => [...document.querySelectorAll('.slides section')].map((slide) => {
   slide.style.display = 'block';
@@ -24,24 +20,9 @@ MEASURED = """() => [...document.querySelectorAll('.slides section')].map((slide
 })"""
 
 
-@pytest.fixture
-def address():
-    """The built decks on the loopback."""
-    if not (BUILT / "index.html").is_file():
-        pytest.skip("no build/slides; make slides builds it (npm brings reveal.js)")
-    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=BUILT))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
-def test_no_slide_runs_over_its_formulas_are_set_keys_turn_it_and_nothing_is_asked_elsewhere(page, address):
+def test_no_slide_runs_over_its_formulas_are_set_keys_turn_it_and_nothing_is_asked_elsewhere(page, address, asked):
     page.set_viewport_size({"width": 1280, "height": 720})
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
-    for path in sorted(BUILT.glob("*.html")):
+    for path in sorted((ROOT / "build" / TARGET).glob("*.html")):
         page.goto(f"{address}{path.name}")
         page.wait_for_selector("body[data-ready]", state="attached")
         for heading, over, height in page.evaluate(MEASURED):

@@ -1,40 +1,23 @@
 """The page that computes in the browser: numbers as Python's, nothing asked elsewhere, narrow, dark, by keyboard."""
 
-import functools
-import http.server
 import json
-import threading
 from pathlib import Path
 
 import pytest
+from browser.conftest import serious
 
-from course_lib.authoring import ROOT
-from course_lib.panels import asked
+from course_lib.language import spoken, told
+from course_lib.panels import asked as panels
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
 pytestmark = pytest.mark.browser
 
-BUILT, AXE = ROOT / "build" / "page", ROOT / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+TARGET = "page"
 READY_MS = 180_000  # on a busy machine; quiet it is three seconds
 
 
-@pytest.fixture(scope="module")
-def address():
-    """The built page on the loopback."""
-    if not (BUILT / "index.html").is_file():
-        pytest.skip("no build/page; make page builds it (npm brings Pyodide)")
-    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=BUILT))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
 def opened(page, address, place=""):
-    """The page with its Python started; `page.asked` are the addresses that it asked for."""
-    page.asked = []
-    page.on("request", lambda request: page.asked.append(request.url))
+    """The page with its Python started."""
     page.goto(f"{address}#{place}")
     page.wait_for_selector("body[data-ready]", state="attached", timeout=READY_MS)
     return page
@@ -53,24 +36,37 @@ def another(panel) -> dict[str, str]:
     return {}
 
 
-def test_every_panel_says_and_draws_what_python_does_and_nothing_else_is_asked_for(page, address):
+def test_every_panel_says_and_draws_what_python_does_and_nothing_else_is_asked_for(page, address, asked):
     opened(page, address)
     page.wait_for_selector("body[data-warm]", state="attached", timeout=READY_MS)
     took_ms = {}
-    for name, listed in asked.PANELS.items():
+    for name, listed in panels.PANELS.items():
         words = another(listed.panel)
         query = "&".join(f"{key}={value}" for key, value in words.items())
         page.evaluate("() => delete document.body.dataset.shown")
         page.evaluate("place => { location.hash = place; }", f"{name}?{query}")
         said = shown(page, name)
-        expected = listed.panel.answer(**asked.values_of(listed.panel, words))
+        expected = listed.panel.answer(**panels.values_of(listed.panel, words))
         assert said == expected.said, name
         drawn = page.eval_on_selector_all(".picture svg text", "texts => texts.map(one => one.textContent)")
         assert all(text in expected.svg.replace("&#x27;", "'").replace("&amp;", "&") for text in drawn), name
         took_ms[name] = float(page.evaluate("document.body.dataset.tookMs"))
-    own = [url for url in page.asked if url.startswith(("http:", "https:"))]
+    own = [url for url in asked if url.startswith(("http:", "https:"))]
     assert {url[: len(address)] for url in own} == {address} and any("arithmetic.zip" in url for url in own)
     print(took_ms)
+
+
+def test_the_korean_page_says_what_python_tells_and_leads_to_the_same_state_in_english(page, address):
+    opened(page, f"{address}ko/index.html", "zero?dp=64&zero_stage=2")
+    panel = panels.PANELS["zero"].panel
+    answer = panel.answer(**panels.values_of(panel, {"dp": "64", "zero_stage": "2"}))
+    with spoken("ko"):
+        expected = told(answer.said)
+    assert shown(page, "zero") == expected != answer.said
+    page.click("#other")
+    page.wait_for_url(f"{address}index.html#zero?dp=64&zero_stage=2")
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=READY_MS)
+    assert shown(page, "zero") == answer.said
 
 
 def test_a_slider_moves_by_key_and_a_link_restores_what_it_shows(page, address):
@@ -91,7 +87,7 @@ def test_there_is_a_picture_before_python_has_come_and_without_it(page, address)
     page.route("**/arithmetic.zip.packed", lambda route: route.abort())
     page.goto(f"{address}#zero")
     page.wait_for_function("() => document.querySelector('#state').textContent.includes('did not start')")
-    assert page.inner_text(".said") == asked.described("zero")["said"] and page.query_selector(".picture svg")
+    assert page.inner_text(".said") == panels.described("zero")["said"] and page.query_selector(".picture svg")
 
 
 def test_a_model_is_dropped_on_the_planner_and_its_files_are_taken_away(page, address, tmp_path):
@@ -154,10 +150,4 @@ def test_narrow_and_wide_light_and_dark_nothing_runs_over_and_a_checker_finds_no
         page.goto(f"{address}#{place}")
         page.wait_for_selector("main h2")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, place
-        if AXE.is_file():
-            page.evaluate(AXE.read_text(encoding="utf-8"))
-            found = page.evaluate("async () => (await axe.run()).violations")
-            serious = [
-                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
-            ]
-            assert serious == [], place
+        assert serious(page) == {}, place

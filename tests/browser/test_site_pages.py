@@ -1,21 +1,19 @@
 """The site: every link leads somewhere, nothing is asked elsewhere; narrow, wide, light, dark, searched, walked."""
 
-import functools
-import http.server
 import runpy
-import threading
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+from browser.conftest import serious
 
 from course_lib.authoring import ROOT, notebook_paths
 from course_lib.authoring.links import chapters_of
 
 pytestmark = pytest.mark.browser
 
-BUILT, AXE = ROOT / "build" / "site", ROOT / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+TARGET, BUILT = "site", ROOT / "build" / "site"
 LOOKED_AT = (
     "notebooks/index", "notebooks/04_zero", "exercises/08_pipeline_parallel", "docs/CLAIMS", "docs/site/api",
     "ko/notebooks/04_zero", "ko/docs/CLAIMS",
@@ -44,23 +42,10 @@ class Addresses(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(address):
     """The built site: its pages by path, read."""
-    if not (BUILT / "index.html").is_file():
-        pytest.skip("no build/site; make site builds it")
     paths = [path for path in BUILT.rglob("*.html") if "page" not in path.relative_to(BUILT).parts]
     return {path.relative_to(BUILT).as_posix(): Addresses(path.read_text(encoding="utf-8")) for path in paths}
-
-
-@pytest.fixture(scope="module")
-def address(site):
-    """The built site on the loopback."""
-    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=BUILT))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
 
 
 def test_pages_are_those_of_the_folder_and_an_address_brings_its_buttons(tmp_path, monkeypatch):
@@ -162,9 +147,7 @@ def test_search_in_korean_finds_a_word_whatever_its_particle(page, address):
     assert found[0] > 10 and abs(found[0] - found[1]) <= 2
 
 
-def test_search_finds_reduce_scatter_and_asks_nobody(page, address):
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+def test_search_finds_reduce_scatter_and_asks_nobody(page, address, asked):
     page.goto(f"{address}search.html?q=reduce-scatter")
     page.wait_for_selector("#search-results li a")
     page.wait_for_function("() => /found|matching/.test(document.querySelector('#search-results').textContent)")
@@ -175,20 +158,12 @@ def test_search_finds_reduce_scatter_and_asks_nobody(page, address):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_pages_narrow_and_wide_light_and_dark(page, address, scheme, width):
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+def test_pages_narrow_and_wide_light_and_dark(page, address, asked, scheme, width):
     page.set_viewport_size({"width": width, "height": 900})
     page.emulate_media(color_scheme=scheme)
-    found = {}
     for name in LOOKED_AT:
         page.goto(f"{address}{name}.html")
         page.wait_for_function("() => !window.MathJax || !document.querySelector('.math:not(:has(mjx-container))')")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
-        if AXE.is_file():
-            page.evaluate(AXE.read_text(encoding="utf-8"))
-            for one in page.evaluate("async () => (await axe.run()).violations"):
-                if one["impact"] in ("serious", "critical"):
-                    found[name, one["id"]] = [node["html"][:200] for node in one["nodes"][:3]]
-    assert found == {}
+        assert serious(page) == {}, name
     assert all(url.startswith((address, "data:")) for url in asked)

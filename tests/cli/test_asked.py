@@ -146,12 +146,8 @@ def test_pure_bf16_and_fp16_are_simulated_to_the_bytes_of_their_recipe(capsys):
 def test_a_config_json_is_simulated(tmp_path, capsys):
     small = QWEN3_8B | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    assert (
-        main(
-            ["simulate", "--model", str(tmp_path), "--gpu", "mine", "--memory", "48", "--layout", "dp=2", "--seq", "1K"]
-        )
-        == 0
-    )
+    words = ["--model", str(tmp_path), "--gpu", "mine", "--memory", "48", "--layout", "dp=2", "--seq", "1K"]
+    assert main(["simulate", *words]) == 0
     said = capsys.readouterr().out
     assert "on 2 x mine" in said and "GB at the peak of a step; usable on this GPU: 50.7" in said and "GiB" not in said
 

@@ -53,9 +53,8 @@ def test_the_doctor_says_no_where_ranks_do_not_start(machine, monkeypatch, capsy
     monkeypatch.setattr(doctor, "look_at_machine", lambda: broken)
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert (
-        "launch    FAILED: rank 1 of 2 was killed" in text and "not installed: nbval" in text and "runs  " not in text
-    )
+    assert "launch    FAILED: rank 1 of 2 was killed" in text and "not installed: nbval" in text
+    assert "runs  " not in text
 
 
 def test_a_verdict_tells_memory_cores_and_gpus(machine):
@@ -151,11 +150,8 @@ def packages_imported_by(path: Path) -> set[str]:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names} - {
-        *sys.stdlib_module_names,
-        "course_lib",
-        "functorch",
-    }  # with torch
+    known = {*sys.stdlib_module_names, "course_lib", "functorch"}  # functorch comes with torch
+    return {name.partition(".")[0] for name in names} - known
 
 
 @pytest.mark.parametrize("chapter", doctor.CHAPTERS, ids=lambda chapter: chapter.stem)
@@ -237,9 +233,8 @@ def test_no_link_of_a_new_folder_is_dead(tmp_path):
     paths = authoring.notebook_paths("notebooks", "exercises", "solutions", root=tmp_path)
     assert [problem for path in paths for problem in link_problems(authoring.read(path), path)] == []
     (tmp_path / "solutions" / paths[-1].name).unlink()
-    assert (
-        len(link_problems(authoring.read(tmp_path / "exercises" / paths[-1].name), tmp_path / "exercises" / "x")) == 2
-    )
+    exercise = tmp_path / "exercises" / paths[-1].name
+    assert len(link_problems(authoring.read(exercise), exercise)) == 2
 
 
 def test_run_finds_the_chapters_of_the_current_folder_first(tmp_path, monkeypatch):
@@ -304,8 +299,6 @@ def test_train_is_the_trainer(tmp_path):
     assert wrong.returncode == 2 and "layout dp=2 needs 2 ranks" in wrong.stderr + wrong.stdout
 
 
-def test_the_command_course_and_the_module_are_the_same():
+def test_the_command_course_is_the_module_s_main():
     (script,) = [script for script in entry_points(group="console_scripts") if script.name == "course"]
     assert script.value == "course_lib.cli:main"
-    run = subprocess.run([sys.executable, "-m", "course_lib", "--help"], capture_output=True, text=True, timeout=60)
-    assert all(name in run.stdout for name in ("doctor", "new", "run", "demo", "bench", "train"))

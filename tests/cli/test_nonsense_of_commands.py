@@ -150,11 +150,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "course_lib.train.watch.run_table",
         {"logs": "logs", "--once": "flag", "--json": "flag", "--every": "positive"},
     ),
-    "gpu-report": (
-        "day.json",
-        "course_lib.labs.gpu_day.page",
-        {"day.json": "measured", "--folder": "folder to write"},
-    ),
+    "gpu-report": ("day.json", "course_lib.labs.gpu_day.page", {"day.json": "measured", "--folder": "folder to write"}),
     "lab": (
         "05",
         "course_lib.cli.lab.sheet",

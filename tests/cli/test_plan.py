@@ -42,13 +42,7 @@ def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, caps
     said = capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert "no course.sh: the course's trainer has presets alone" in said
-    for name in (
-        "course.sbatch",
-        "torchtitan.toml",
-        "megatron.args",
-        "nanotron.yaml",
-        "deepspeed.json",
-    ):
+    for name in ("course.sbatch", "torchtitan.toml", "megatron.args", "nanotron.yaml", "deepspeed.json"):
         assert (name in names) != (f"no {name}: " in said)
     (tmp_path / "file").write_text("")
     assert main(["plan", model, *ASKED, "--export", str(tmp_path / "file")]) == 2

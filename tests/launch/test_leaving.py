@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from harness import hang_text
+from harness import free_port, hang_text
 
 from course_lib.launch import RankError, _failures, _processes, _rank, _watch, launch
 
@@ -126,10 +126,7 @@ def test_a_rank_that_crashes_while_it_is_asked_where_it_stands_is_not_to_blame()
 
 def connect_to_nobody() -> None:
     if dist.get_rank() == 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        socket.create_connection(("127.0.0.1", port))
+        socket.create_connection(("127.0.0.1", int(free_port())))
     dist.barrier()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import free_port
 
 from course_lib import devices
 from course_lib.authoring import ROOT
@@ -204,10 +204,7 @@ def joined_without_an_agent(port: int) -> tuple[float, str]:
 
 
 def test_a_rank_that_comes_late_finds_the_store_through_which_ranks_meet_and_both_say_who_else_does():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for total, why in launch(joined_without_an_agent, 2, port, timeout=60):
+    for total, why in launch(joined_without_an_agent, 2, int(free_port()), timeout=60):
         assert total == 2.0 and why.endswith("; who can reach the ranks' ports: docs/SHARED_MACHINES.md"), why
     page = " ".join((ROOT / rendezvous.SHARED).read_text(encoding="utf-8").split())
     assert "Ranks that share the machine's network: who has a login there can connect to their loopback ports" in page

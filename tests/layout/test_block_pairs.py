@@ -6,13 +6,7 @@ import pytest
 
 from course_lib.hardware import PUBLISHED_RING_SHARE
 from course_lib.layout import SEQUENCE_SHARDINGS
-from course_lib.layout.block_pairs import (
-    all_pairs,
-    pairs,
-    pairs_of_ranks,
-    share_of_ideal,
-    step_pairs,
-)
+from course_lib.layout.block_pairs import all_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.parallel.positions import positions
 
 

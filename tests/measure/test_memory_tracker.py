@@ -50,9 +50,8 @@ def test_every_kind_is_right_on_a_plain_model_step_by_step():
         assert tracker.current("gradients") == weights
         assert tracker.current("optimizer") == 0
         optimizer.step()
-        assert (
-            tracker.current("optimizer") == 2 * weights + 4 * 4
-        )  # two moments, a step counter for each of four tensors
+        # two moments, a step counter for each of four tensors
+        assert tracker.current("optimizer") == 2 * weights + 4 * 4
         optimizer.zero_grad()
         assert tracker.current("gradients") == 0
         del x, loss
@@ -264,11 +263,8 @@ def test_nothing_stays_behind_even_after_an_exception():
         raise RuntimeError("broken")
     assert dict(vars(torch.UntypedStorage)) == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert (
-        not model._forward_pre_hooks
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-    )
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 

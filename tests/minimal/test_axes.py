@@ -18,10 +18,7 @@ def over_data(kind, layout):
 @pytest.mark.launches
 @pytest.mark.parametrize(
     ("rule", "layout", "wrong"),
-    [
-        (over_data, TWO, {"norms"}),
-        (lambda kind, layout: ["data"], "dp=2,cp=2,ep=2", {"experts"}),
-    ],
+    [(over_data, TWO, {"norms"}), (lambda kind, layout: ["data"], "dp=2,cp=2,ep=2", {"experts"})],
 )
 def test_a_wrong_rule_is_seen_in_its_kinds_alone(rule, layout, wrong):
     run = on_ranks(rule, as_rule_of_sums, Layout.parse(layout).world_size, layout=layout)

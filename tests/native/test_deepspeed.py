@@ -31,11 +31,7 @@ RUNS = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3, "sizes": UNSHARDED_NONE},
-    "stage 3, all on the host": {
-        "stage": 3,
-        "sizes": UNSHARDED_NONE,
-        "offload": Offload("host", "host"),
-    },
+    "stage 3, all on the host": {"stage": 3, "sizes": UNSHARDED_NONE, "offload": Offload("host", "host")},
 }
 
 
@@ -132,11 +128,7 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     offload = Offload("disk", "host")
-    sizes = {
-        "reduce_bucket_size": 1000,
-        "stage3_prefetch_bucket_size": 20,
-        "stage3_param_persistence_threshold": 30,
-    }
+    sizes = {"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 20, "stage3_param_persistence_threshold": 30}
     written = config_files.deepspeed(
         3, 2, accumulation_steps=8, clip_norm=0.5, offload=offload, nvme_path="/disk", sizes=sizes
     )

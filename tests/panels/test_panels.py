@@ -24,22 +24,10 @@ from course_lib.memory.budget import budgets
 from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.minimal.eight_bits import quantized
 from course_lib.model.moe import keep, limit_groups
-from course_lib.panels import asked, runs
+from course_lib.panels import asked, one_gpu, runs
 from course_lib.panels.collectives import COLLECTIVE, OVERLAP
 from course_lib.panels.experts import EXPERTS, tokens_of
-from course_lib.panels.one_gpu import (
-    BLOCKS,
-    COMPARED,
-    MEMORY,
-    OPTIMIZER,
-    PRECISION,
-    RECOMPUTE,
-    SCALED,
-    SCALES,
-    SHOWN,
-    add,
-    beside,
-)  # fmt: skip
+from course_lib.panels.one_gpu import BLOCKS, MEMORY, OPTIMIZER, PRECISION, RECOMPUTE, SCALED, SCALES, add, beside
 from course_lib.panels.plans import GAME, JOBS, PLAN, job_of, job_of_day, layout_for, listed
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
@@ -197,7 +185,7 @@ def test_the_memory_panel_is_the_budget_against_the_gpus():
     (form,) = answer.charts
     assert sums(form)["largest moment"] == needed.total_bytes
     assert amounts(form)["between steps"]["optimizer"] == needed.optimizer
-    assert form.marks == {gpu(key).name: gpu(key).usable_bytes for key in COMPARED}
+    assert form.marks == {gpu(key).name: gpu(key).usable_bytes for key in one_gpu.COMPARED}
     assert "141.4 GB = 131.7 GiB" in answer.said and "Fits: H200 SXM 141 GB, B200 (HGX) 180 GB." in answer.said
     assert "128.5 GB (119.7 GiB) for 8,030,261,248 parameters" in answer.said
     assert "choose at most 1024" in MEMORY.answer(model="gpt2", seq_len=2048).said
@@ -223,7 +211,7 @@ def test_a_collective_is_the_fastest_way_and_says_from_where_latency_decides():
     assert f"Latency decides below {first}" in answer.said
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", one_gpu.SHOWN)
 def test_formats_round_as_torch_does(name):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
     values = [[value for _, value in control.options] for control in PRECISION.controls.values()]
@@ -274,9 +262,8 @@ def test_data_parallelism_counts_tokens_and_shows_what_is_not_hidden():
     size = 4 * count_parameters(preset("llama-3.2-1b")) / 12
     assert sum(parts["late"].values()) == pytest.approx(12 * collective_s("all_reduce", size, 8, link("efa")))
     assert "Global batch 65,536 tokens" in early.said and "262,144 tokens" in OVERLAP.answer(micro_batches=4).said
-    assert (
-        OVERLAP.answer(dp=1).charts[0].rows["communication"] == [] and "100% of the ideal" in OVERLAP.answer(dp=1).said
-    )
+    alone = OVERLAP.answer(dp=1)
+    assert alone.charts[0].rows["communication"] == [] and "100% of the ideal" in alone.said
 
 
 # ---------------------------------------------------------------- runs
@@ -361,11 +348,8 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
         assert answer.possible and answer.said.endswith(note), name
     llama = runs.LAYOUT.answer(**runs.KNOWN["Llama 3 405B, 16,384 GPUs"][0])
     causal = float(re.search(r"\(([\d.]+)% if half of attention counts", llama.said)[1])
-    assert (
-        "16,384 ranks" in llama.said
-        and "one layer less at both ends" in llama.said
-        and causal == pytest.approx(41, rel=0.15)
-    )
+    assert "16,384 ranks" in llama.said and "one layer less at both ends" in llama.said
+    assert causal == pytest.approx(41, rel=0.15)
     deepseek = runs.KNOWN["DeepSeek-V3, 2,048 GPUs"][0]
     held = [sums(runs.LAYOUT.answer(**deepseek | change).charts[0])["layout"] for change in ({}, {"schedule": "1f1b"})]
     assert held[1] < gpu("h100").usable_bytes < held[0]

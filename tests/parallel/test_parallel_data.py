@@ -61,10 +61,7 @@ ENGINES = {
 }
 WRONG = {
     "divides every micro-batch": (lambda m, g: DividesEveryMicroBatch(m, g, SMALL_BUCKETS), odd_model),
-    "never flushes the last bucket": (
-        lambda m, g: NeverFlushesLastBucket(m, g, SMALL_BUCKETS),
-        odd_model,
-    ),
+    "never flushes the last bucket": (lambda m, g: NeverFlushesLastBucket(m, g, SMALL_BUCKETS), odd_model),
 }
 
 

@@ -1,8 +1,8 @@
 """Expert parallelism from scratch: what is refused; rows: test_dispatch.py, gradients: test_parallel_five_d.py."""
 
 import copy
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +23,6 @@ LLAMA = ModelConfig("llama", 2, 16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_
 S = 5
 
 UNEVEN = ((2, 1), (0, 3), (1, 0), (1, 1))
-
-
-def experts_with(base=EXPERTS, **changes):
-    return dataclasses.replace(base, **changes)
 
 
 def uneven_batches():
@@ -74,7 +70,7 @@ def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(
 
 
 def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
-    config, narrow = (dataclasses.replace(LLAMA, moe=experts_with(d_expert=width)) for width in (9, 3))
+    config, narrow = (replace(LLAMA, moe=replace(EXPERTS, d_expert=width)) for width in (9, 3))
     refused = {
         "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (config, 4, 3),
         "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (config, 3, 3),
@@ -82,7 +78,7 @@ def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
         "d_expert (3) leaves a rank of tp (4) with none": (narrow, 2, 2, 4),
         "num_heads (4) must be divisible by tp (3); choose tp from 1, 2, 4": (config, 2, 2, 3),
         "method 'twice' is unknown; choose from plain, once_per_rank, once_per_node": (config, 2, 2, 1, None, "twice"),
-        "llama has no experts": (dataclasses.replace(LLAMA, moe=None), 2, 2),
+        "llama has no experts": (replace(LLAMA, moe=None), 2, 2),
     }
     for start, arguments in refused.items():
         with pytest.raises(ValueError) as error:
@@ -97,7 +93,7 @@ def refusals():
     with ByteMeter() as meter:
         for whole, given, ep_size in (
             (model.build(LLAMA), None, 2),
-            (model.build(dataclasses.replace(LLAMA, moe=experts_with(num_experts=7))), group, 2),
+            (model.build(replace(LLAMA, moe=replace(EXPERTS, num_experts=7))), group, 2),
             (expert.build(model.build(LLAMA), group), group, 2),
             (odd, group, 2),
         ):

@@ -1,7 +1,6 @@
 """The five-dimensional trainer against one process: gradients, losses, norms, parameters after two clipped steps."""
 
 import random
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -292,70 +291,44 @@ def check_shapes(config, layout, shapes):
 # --- planted bugs
 
 
-@contextmanager
-def averages_experts_like_everything():
-    """Experts' gradients summed over data, where other ranks have other experts."""
-    kind_function = sums.kind_function
-    with patch.object(
-        sums, "kind_function", lambda engine: lambda p: kind_function(engine)(p).replace("experts", "norms")
-    ):
-        yield
+KIND_FUNCTION, SHARING_OF, SUM_GRADIENTS = sums.kind_function, five_d.sharing_of, tensor.sum_gradients
+TP = [""]
 
 
-@contextmanager
-def forgets_norms_over_tp():
-    sum_gradients = tensor.sum_gradients
-    with patch.object(
+def sums_experts_over_data_alone(engine):
+    """Where ep lies inside tp, other tp ranks have the same experts, and rows of other tokens."""
+    sharing = SHARING_OF(engine)
+    sharing.groups["experts"] = engine.groups.data
+    return sharing
+
+
+BUGS = {  # owner, name, wrong version
+    # experts' gradients summed over data, where other ranks have other experts
+    "averages experts like everything": (
+        sums, "kind_function", lambda engine: lambda p: KIND_FUNCTION(engine)(p).replace("experts", "norms")
+    ),
+    "forgets norms over tp": (
         tensor,
         "sum_gradients",
-        lambda params, group: None if group.group_name == TP[0] else sum_gradients(params, group),
-    ):
-        yield
-
-
-@contextmanager
-def forgets_where_tokens_stand():
-    with patch.object(five_d.FiveD, "positions", lambda engine, seq_len: torch.arange(seq_len // engine.layout.cp)):
-        yield
-
-
-@contextmanager
-def sums_whole_experts_over_data_alone():
-    """Where ep lies inside tp, other tp ranks have the same experts, and rows of other tokens."""
-    sharing_of = five_d.sharing_of
-
-    def wrong(engine):
-        sharing = sharing_of(engine)
-        sharing.groups["experts"] = engine.groups.data
-        return sharing
-
-    with patch.object(five_d, "sharing_of", wrong):
-        yield
-
-
-@contextmanager
-def drops_balancing_of_inner_stages():
-    with patch.object(executor.StageRunner, "share_of_balancing", lambda work, stage, y_BS: None):
-        yield
-
-
-@contextmanager
-def forgets_other_replicas():
-    """Shards of a replica get the gradients of its own ranks' tokens alone."""
-    with patch.object(five_d, "sum_gradients", lambda engine: None):
-        yield
-
-
-TP = [""]
+        lambda params, group: None if group.group_name == TP[0] else SUM_GRADIENTS(params, group),
+    ),
+    "forgets where tokens stand": (
+        five_d.FiveD, "positions", lambda engine, seq_len: torch.arange(seq_len // engine.layout.cp)
+    ),
+    "sums whole experts over data alone": (five_d, "sharing_of", sums_experts_over_data_alone),
+    "drops balancing of inner stages": (executor.StageRunner, "share_of_balancing", lambda work, stage, y_BS: None),
+    # shards of a replica get the gradients of its own ranks' tokens alone
+    "forgets other replicas": (five_d, "sum_gradients", lambda engine: None),
+}  # fmt: skip
 PLANTED = [
-    (forgets_other_replicas, "llama", "dp=4,zero_stage=2,dp_replicate=2"),
-    (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero_stage=0,micro_batches=2"),
-    (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
-    (forgets_norms_over_tp, "head norms", "dp=2,tp=2"),  # also where ranks have the same tokens
-    (forgets_where_tokens_stand, "llama", "cp=2,tp=2"),
-    (averages_experts_like_everything, "experts", f"dp=2,tp=2,ep=4,{FOLDED}"),
-    (sums_whole_experts_over_data_alone, "experts", f"tp=4,ep=2,expert_tp=1,{FOLDED}"),
-    (drops_balancing_of_inner_stages, "experts", "pp=2,dp=2,ep=2"),
+    ("forgets other replicas", "llama", "dp=4,zero_stage=2,dp_replicate=2"),
+    ("averages experts like everything", "experts", "dp=2,tp=2,ep=2,zero_stage=0,micro_batches=2"),
+    ("forgets norms over tp", "llama", "dp=2,tp=2,sequence_parallel=true"),
+    ("forgets norms over tp", "head norms", "dp=2,tp=2"),  # also where ranks have the same tokens
+    ("forgets where tokens stand", "llama", "cp=2,tp=2"),
+    ("averages experts like everything", "experts", f"dp=2,tp=2,ep=4,{FOLDED}"),
+    ("sums whole experts over data alone", "experts", f"tp=4,ep=2,expert_tp=1,{FOLDED}"),
+    ("drops balancing of inner stages", "experts", "pp=2,dp=2,ep=2"),
 ]
 
 
@@ -363,7 +336,7 @@ def planted():
     found = []
     for bug, name, text in PLANTED:
         layout = Layout.parse(text)
-        with bug():
+        with patch.object(*BUGS[bug]):
             engine = five_d.build(CONFIGS[name], layout, dtype=torch.float64)
             TP[0] = engine.groups.tp.group_name
             batches = micro_batches(layout, engine.groups.coordinates["dp"], CONFIGS[name])
@@ -379,7 +352,7 @@ def test_planted_bugs_are_found():
             layout = Layout.parse(text)
             _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
             far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
-            assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
+            assert far > 1e-6, f"{bug}: was not seen on rank {rank}"
 
 
 # --- without ZeRO: buckets that are sent while backward runs

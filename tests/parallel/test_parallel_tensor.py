@@ -1,8 +1,7 @@
 """Tensor parallelism from scratch: planted bugs, masks, refusals; gradients, bytes: test_parallel_five_d.py."""
 
 import copy
-import dataclasses
-from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -23,20 +22,16 @@ from course_lib.parallel import linear, tensor, vocabulary
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)
-HEAD_NORMS = dataclasses.replace(LLAMA, name="head norms", qk_norm=True)
-GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
+HEAD_NORMS = replace(LLAMA, name="head norms", qk_norm=True)
+GPT = replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
 S = 7
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     config: ModelConfig
     recompute: str = "none"
     attention: str = "fused"
-
-
-def config_of(config, **changes):
-    return dataclasses.replace(config, **changes)
 
 
 def built(case):
@@ -57,45 +52,26 @@ def micro_batches(vocab_size, rows=(2, 1), seed=0):
 # --- wrong engines: each must be found out
 
 
-@contextmanager
-def forgets_the_backward_sum():
-    with patch.object(linear.ReplicatedResidual, "start_sum", lambda residual, x: InFlight(None, lambda: x)):
-        yield
-
-
-@contextmanager
-def adds_row_biases_everywhere():
-    def forward(row, x):
-        return row.residual.leave(F.linear(x, row.weight, row.bias))
-
-    with patch.object(linear.RowLinear, "forward", forward):
-        yield
-
-
-@contextmanager
-def sums_no_replicas():
-    with patch.object(tensor, "sum_replicas", lambda engine: None):
-        yield
-
-
-BUGS = [
-    forgets_the_backward_sum,
-    adds_row_biases_everywhere,
-    sums_no_replicas,
-]
+BUGS = {  # owner, name, wrong version
+    "forgets the backward sum": (linear.ReplicatedResidual, "start_sum", lambda _, x: InFlight(None, lambda: x)),
+    "adds row biases everywhere": (
+        linear.RowLinear, "forward", lambda row, x: row.residual.leave(F.linear(x, row.weight, row.bias))
+    ),
+    "sums no replicas": (tensor, "sum_replicas", lambda engine: None),
+}  # fmt: skip
 
 
 def planted():
     found = {}
-    for bug in BUGS:
+    for bug, wrong in BUGS.items():
         for name, config in (("llama", LLAMA), ("head norms", HEAD_NORMS), ("gpt", GPT)):
             whole = built(Case(config))
             reference = copy.deepcopy(whole)
             batches = micro_batches(config.vocab_size)
-            with bug():
+            with patch.object(*wrong):
                 engine = tensor.build(whole, dist.group.WORLD)
                 loss = engines.accumulate_gradients(engine, batches)
-            found[bug.__name__, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
+            found[bug, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -109,16 +85,16 @@ def wrong_names(apart):
 
 
 def test_planted_bugs_are_found_where_they_are(bugs):
-    forgot = wrong_names(bugs["forgets_the_backward_sum", "llama"])
+    forgot = wrong_names(bugs["forgets the backward sum", "llama"])
     assert {"embed.weight", "blocks.1.attention_norm.weight", "norm.weight"} <= forgot
     assert not forgot & {"loss", "head.weight"}
-    assert "loss" in wrong_names(bugs["adds_row_biases_everywhere", "gpt"])
-    assert not wrong_names(bugs["adds_row_biases_everywhere", "llama"])  # no bias, no bug
+    assert "loss" in wrong_names(bugs["adds row biases everywhere", "gpt"])
+    assert not wrong_names(bugs["adds row biases everywhere", "llama"])  # no bias, no bug
     kv = {f"blocks.{layer}.attention.{name}.weight" for layer in (0, 1) for name in ("k", "v")}
-    assert wrong_names(bugs["sums_no_replicas", "llama"]) == kv
+    assert wrong_names(bugs["sums no replicas", "llama"]) == kv
     norms = {f"blocks.{layer}.attention.{name}_norm.weight" for layer in (0, 1) for name in ("q", "k")}
-    assert wrong_names(bugs["sums_no_replicas", "head norms"]) == kv | norms
-    assert not wrong_names(bugs["sums_no_replicas", "gpt"])
+    assert wrong_names(bugs["sums no replicas", "head norms"]) == kv | norms
+    assert not wrong_names(bugs["sums no replicas", "gpt"])
 
 
 # --- dropout
@@ -140,7 +116,7 @@ class Masks(TorchDispatchMode):
 
 def dropout_run(recompute):
     torch.manual_seed(100 + dist.get_rank())  # ranks begin with different generators
-    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
+    case = Case(replace(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
         loss = engines.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
@@ -209,16 +185,16 @@ def test_the_loss_neither_overflows_nor_vanishes_and_is_float32_of_bfloat16_logi
 
 
 REFUSED = {
-    "num_heads (6) must be divisible by tp (4); choose tp from 1, 2, 3, 6": config_of(
+    "num_heads (6) must be divisible by tp (4); choose tp from 1, 2, 3, 6": replace(
         LLAMA, d_model=24, num_heads=6, num_kv_heads=6
     ),
-    "num_heads (2) must be divisible by tp (4); choose tp from 1, 2": config_of(LLAMA, num_heads=2),
-    "num_kv_heads (6) must be divisible by tp (4), or divide it; choose tp from 1, 2, 3, 6, 12": config_of(
+    "num_heads (2) must be divisible by tp (4); choose tp from 1, 2": replace(LLAMA, num_heads=2),
+    "num_kv_heads (6) must be divisible by tp (4), or divide it; choose tp from 1, 2, 3, 6, 12": replace(
         LLAMA, d_model=24, num_heads=12, num_kv_heads=6
     ),
-    "d_ff (6) leaves a rank of tp (4) with none": config_of(LLAMA, d_ff=6),
-    "vocab_size (9) leaves a rank of tp (4) with none": config_of(LLAMA, vocab_size=9),
-    "family is 'xlmr'": config_of(LLAMA, family="xlmr", num_kv_heads=4),
+    "d_ff (6) leaves a rank of tp (4) with none": replace(LLAMA, d_ff=6),
+    "vocab_size (9) leaves a rank of tp (4) with none": replace(LLAMA, vocab_size=9),
+    "family is 'xlmr'": replace(LLAMA, family="xlmr", num_kv_heads=4),
 }
 
 

@@ -8,16 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    EXHAUSTIVE,
-    VOCAB,
-    Branches,
-    LaunchedBySize,
-    OddModel,
-    largest_difference,
-    message_of,
-    some_batches,
-)
+from harness import EXHAUSTIVE, VOCAB, Branches, LaunchedBySize, OddModel, largest_difference, message_of, some_batches
 from torch import nn
 
 from course_lib import model

@@ -73,11 +73,7 @@ def test_deepspeeds_file_holds_what_was_chosen():
     )
     assert config == json.loads(json.dumps(config)) == yaml.safe_load(yaml.safe_dump(config))
     zero = config.pop("zero_optimization")
-    assert config == {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 8,
-        "bf16": {"enabled": True},
-    }
+    assert config == {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "bf16": {"enabled": True}}
     assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": True, "nvme_path": "/disk"}
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10, 20)

@@ -8,15 +8,7 @@ import pytest
 from course_lib.hardware import LINKS, PUBLISHED_BUS_BANDWIDTH
 from course_lib.measure.trace import RankTrace
 from course_lib.plots import curves, pipeline, rank_traces, timeline
-from course_lib.schedules import (
-    SCHEDULES,
-    Costs,
-    interleaved_1f1b,
-    make,
-    one_f_one_b,
-    simulate,
-    stages_per_rank,
-)
+from course_lib.schedules import SCHEDULES, Costs, interleaved_1f1b, make, one_f_one_b, simulate, stages_per_rank
 from course_lib.span import Span
 from course_lib.timing import dp_spans, exposed_s, fastest
 

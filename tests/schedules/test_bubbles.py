@@ -3,14 +3,7 @@
 import pytest
 from schedule_cases import sizes
 
-from course_lib.schedules import (
-    Costs,
-    bubble,
-    make,
-    peak_live,
-    simulate,
-    stages_per_rank,
-)
+from course_lib.schedules import Costs, bubble, make, peak_live, simulate, stages_per_rank
 from course_lib.schedules.bubbles import unmet_conditions
 
 TIMES = [(1, 1, 1), (3, 2, 2), (2, 3, 1), (2, 2, 3), (4, 2, 3), (5, 1, 4)]  # F, I, W of a stage

@@ -117,9 +117,8 @@ def test_somebodys_own_schedule_is_read_from_lists_and_text():
     expected = one_f_one_b(2, 2).instructions
     assert from_text("F0 F1 B0 B1\n.  F0 B0 F1 B1").instructions == expected
     assert from_text("rank 0  F0 F1 B0 - B1\nGPU1: . F0 B0 F1 B1").instructions == expected
-    assert (
-        from_lists([["F0", "F1", None, "B0", "B1"], [("F", 0), ("B", 0), ("F", 1, 1), "B1@1"]]).instructions == expected
-    )
+    made = from_lists([["F0", "F1", None, "B0", "B1"], [("F", 0), ("B", 0), ("F", 1, 1), "B1@1"]])
+    assert made.instructions == expected
     for _, schedule in schedules(ranks=(3,), micro_batches=(6,)):
         again = from_text(str(schedule), schedule.rank_of_stage)
         assert (again.instructions, again.num_micro_batches) == (schedule.instructions, 6)

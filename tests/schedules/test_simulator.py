@@ -157,9 +157,8 @@ def test_the_chart_shows_idle_slots():
         "rank 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  ."
     )
     assert text_chart(simulate(zbv(1, 1))) == "rank 0  F0@0 F0@1 I0@1 W0@1 I0@0 W0@0"
-    assert (
-        text_chart(simulate(one_f_one_b(2, 1), Costs(1, 2, 0))) == "rank 0  F0 .  .  .  B0 -\nrank 1  .  F0 B0 -  .  ."
-    )
+    drawn = text_chart(simulate(one_f_one_b(2, 1), Costs(1, 2, 0)))
+    assert drawn == "rank 0  F0 .  .  .  B0 -\nrank 1  .  F0 B0 -  .  ."
     halves = text_chart(simulate(make("afab", 1, 2), Costs(1.0, 1.5, 0)))  # rounded to columns, none is lost
     assert halves.split()[2:] == ["F0", "F1", "B0", "-", "B1"]
     assert text_chart(simulate(make("zb_h1", 1, 1), Costs(1, 1, 0))) == "rank 0  F0 I0"

@@ -12,17 +12,7 @@ import run_logs
 import torch
 import torch.distributed as dist
 from harness import free_port
-from test_train_torchrun import (
-    BATCH,
-    LAYOUT,
-    MODEL,
-    children,
-    look,
-    options,
-    start,
-    uninterrupted,
-    wait_until,
-)
+from test_train_torchrun import BATCH, LAYOUT, MODEL, children, look, options, start, uninterrupted, wait_until
 
 from course_lib import checkpoint
 from course_lib.launch import launch

@@ -12,8 +12,9 @@ import zipfile
 import pytest
 
 from course_lib.authoring import ROOT
-from course_lib.panels.asked import PANELS
-from course_lib.web.page import FROM_NPM, LOADER, LOCK, STDLIB, write_page
+from course_lib.language import spoken, told
+from course_lib.panels.asked import PANELS, described
+from course_lib.web.page import FROM_NPM, LOADER, LOCK, STDLIB, said_by_page, write_page
 
 
 def unpacked(page, name):
@@ -48,7 +49,8 @@ def test_the_page_holds_what_its_python_needs_packed_and_nothing_else(page):
     written = {str(path.relative_to(page)) for path in page.rglob("*") if path.is_file()}
     own = {"index.html", "page.css", "page.js", "worker.js", "arithmetic.zip.packed", "first.json.packed"}
     own.add(f"pyodide/{STDLIB}.packed")
-    assert written == own | {f"pyodide/{LOADER}"} | {f"pyodide/{name}.packed" for name in FROM_NPM}
+    korean = {f"ko/{name}" for name in ("index.html", "first.json.packed", "words.zip.packed")}
+    assert written == own | korean | {f"pyodide/{LOADER}"} | {f"pyodide/{name}.packed" for name in FROM_NPM}
     assert unpacked(page, "pyodide/pyodide.asm.wasm") == b"pyodide.asm.wasm"
     assert json.loads(unpacked(page, f"pyodide/{LOCK}")) == {"info": {"python": "3"}, "packages": {}}
     assert zipped(page, f"pyodide/{STDLIB}").namelist() == ["json/__init__.py", "encodings/utf_8.py", "ssl.py"]
@@ -59,6 +61,17 @@ def test_pictures_of_the_start_are_stored(page):
     first = json.loads(unpacked(page, "first.json"))
     assert list(first["panels"]) == list(PANELS) and all(one["svg"] for one in first["panels"].values())
     assert {"id", "claim", "answer", "source"} < set(first["claims"][0])
+
+
+def test_the_korean_page_says_what_the_package_tells_in_korean(page):
+    first = json.loads(unpacked(page, "ko/first.json"))
+    with spoken("ko"):
+        assert first["panels"]["zero"] == described("zero")
+        assert first["panels"]["zero"]["said"] == told(PANELS["zero"].panel.answer().said)
+    html = (page / "ko" / "index.html").read_text(encoding="utf-8")
+    assert '<html lang="ko">' in html and '"../index.html"' in html and '"../page.js"' in html
+    assert [text for text in said_by_page() if f">{text}<" in html] == []
+    assert all(max(first["words"][text]) >= "가" for text in said_by_page())
 
 
 def test_code_travels_without_its_words_and_is_the_same_code(page):

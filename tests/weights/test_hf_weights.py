@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from course_lib.weights.hf_weights import (
-    config_from_transformers,
-    from_transformers,
-    tensor_in_transformers,
-)
+from course_lib.weights.hf_weights import config_from_transformers, from_transformers, tensor_in_transformers
 
 pytestmark = pytest.mark.slow
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
