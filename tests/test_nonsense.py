@@ -24,7 +24,7 @@ BY_THE_BODY = {
     "layout.record.Layout.*", "launch.rendezvous.Place.*", "engines.EngineFacts.*", "estimate.estimate.Estimate.*",
     "schedules.builders.one_f_one_b.*", "checkpoint.manifest._check_options.*", "checks.table.Exercise.seconds",
     "train.options.layout_for.batch_size", "memory.budget.saved_for_backward.stage", "panels.record.Control.start",
-    "plots.data_parallel.show_replicas.mean", "cluster.site.write_site.job", "compare.record.on_ranks.options",
+    "plots.data_parallel.show_replicas.mean", "compare.record.on_ranks.options",
     "plan.sheet.sheet.choice", "plots.memory.show_memory_timeline.timeline", "widgets.host.play.start",
     "training.chunked_loss.chunked_loss_of.model", "training.loop.train_step.scaler",
 }  # fmt: skip

@@ -7,6 +7,7 @@ put in, and pods course_lib/templates/jobset.yaml (pods.py). One installation fo
 import json
 import re
 import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -184,7 +185,11 @@ def shared_file(site: Site, what: str) -> str:
 
 @checked
 def write_site(
-    site: Site, folder: Path, force: bool = False, job=batch_script, names=("train.sbatch", "check.sbatch")
+    site: Site,
+    folder: Path,
+    force: bool = False,
+    job: Callable = batch_script,
+    names: Sequence[str] = ("train.sbatch", "check.sbatch"),
 ) -> list[Path]:
     """Write site.toml and the files `names` into a folder; `job` returns the text of each by its name's first word.
 
