@@ -72,7 +72,12 @@ def test_the_readme_is_short_and_shows_pictures_that_say_what_they_show():
 
 
 def test_every_link_inside_the_repository_leads_somewhere():
-    for document in ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))):
+    for document in (
+        "README.md",
+        "README.ko.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    ):
         text = (ROOT / document).read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (ROOT / document).parent.joinpath(target).exists(), f"{document}: {target}"

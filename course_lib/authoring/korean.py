@@ -32,7 +32,20 @@ EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
 WORDS = ("Right", "Wrong", "wrong", "said", "verdict", "fits", "tight", "Fits", "Received", "Predicted", "compute")
-WORDS += ("activations", "parameters", "gradients", "calls", "rounds", "messages", "slots", "bytes", "kept", "layer")
+WORDS += (
+    "right",
+    "ambiguous",
+    "activations",
+    "parameters",
+    "gradients",
+    "calls",
+    "rounds",
+    "messages",
+    "slots",
+    "bytes",
+    "kept",
+    "layer",
+)
 THEME = ("On this page", "Back to top", "Search")  # of the site
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")

@@ -90,10 +90,10 @@ def claims_page() -> str:
     """Return docs/CLAIMS.md: of each topic the wrong claims with what to say, then those with a condition."""
     count = Counter(claim.verdict for claim in claims())
     words = {"right": "right", "right-if": "right under a condition", "wrong": "wrong", "ambiguous": "ambiguous"}
-    counts = ", ".join(told(f"{count[verdict]} {words[verdict]}") for verdict in VERDICTS)
+    counts = ", ".join(f"{count[verdict]} {told(words[verdict])}" for verdict in VERDICTS)
     parts = ["\n".join(map(told, HEAD.format(counts=counts).split("\n")))]
     for topic in TOPICS:
-        chapter = told(f"(chapter {TOPICS[topic]})") if TOPICS[topic] else ""
+        chapter = told(f"(in chapter {TOPICS[topic]})") if TOPICS[topic] else ""
         parts.append(f"## {told(NAMES[topic])} {chapter}".rstrip() + "\n")
         wrong = claims(topic, "wrong")
         if wrong:
@@ -108,7 +108,7 @@ def claims_page() -> str:
                 parts.append(_row(f"{claim.id}: {told(claim.claim)}", _verdict_of(claim), f"{answer}. {say}"))
             parts.append("")
         if right := claims(topic, "right"):
-            parts += [told(f"Right: {_ids(right)}."), ""]
+            parts += [f"{told('Right')}: {_ids(right)}.", ""]
     return "\n".join(parts)
 
 

@@ -76,6 +76,13 @@ def _parts(text: str) -> tuple:
     return fences, code, formulas, links, Counter(_TAG.findall(text)), headings, tables, numbers
 
 
+def test_the_korean_readme_has_the_commands_of_the_english_one():
+    there, english = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.ko.md", "README.md"))
+    assert re.findall(r"^(?:make|course) [^#\n]*?(?= *#|$)", there, re.M) == re.findall(
+        r"^(?:make|course) [^#\n]*?(?= *#|$)", english, re.M
+    )
+
+
 def test_a_message_is_filled_with_no_value_that_it_has_not():
     for entry in polib.pofile(str(CATALOGUE)):
         assert set(_FIELD.findall(entry.msgstr)) <= set(_FIELD.findall(entry.msgid)), entry.msgid
