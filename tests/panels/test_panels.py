@@ -360,7 +360,7 @@ def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     by_hand, found = PLAN.answer(tp=4, micro_batch=4), search(job)
     assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
     charts, said = PLAN.slow["Search"](**PLAN.start)
-    assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 5
+    assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 4
     assert "does not divide" in PLAN.answer(micro_batch=16, sequences=64, tp=1).said
 
 
