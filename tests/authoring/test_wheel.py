@@ -53,7 +53,7 @@ def test_the_small_wheel_lacks_notebooks_and_weights_and_nothing_else(wheels):
     assert len(missing) == len(notebook_paths("notebooks", "exercises", "solutions")) + 1
     (record,) = [name for name in small.namelist() if name.endswith("RECORD")]
     assert {line.split(",")[0] for line in small.read(record).decode().splitlines()} == set(small.namelist())
-    assert wheels[1].stat().st_size < 1_250_000  # Python and small tables: a file a module, packed each by itself
+    assert wheels[1].stat().st_size < 1_400_000  # Python and small tables: a file a module, packed each by itself
 
 
 def test_where_the_small_one_is_installed_the_rest_is_named_and_the_whole_one_brings_it(wheels, python, tmp_path):
