@@ -20,17 +20,18 @@ CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
 _ENDS = (
     re.compile(r"(?<=\n)"),
+    re.compile(r"(?<=  )(?=\S)"),  # a table's columns
     re.compile(r"(?<=[.!?]) +"),
     re.compile(r"(?<=[:;]) +"),
     re.compile(r"(?<=,) +"),
 )  # of a part
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
-_VALUE = r"((?:(?![.!?:;] )[^\n])*?)"  # within a sentence; below a line's end of several lines
-_ENGLISH = re.compile(r"[^가-힣]*\b[a-z]{2,} [a-z]{2,}\b[^가-힣]*")  # words, and no value
+_VALUE = r"(?:(?![.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
+_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
-_NAMED = re.compile(r"(\s*\w+: )(\S.*)", re.DOTALL)  # "check_ring: ..."
+_NAMED = re.compile(r"(\s*(?:\w+:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_ring: ...", "rank 1 ..."
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
-_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$")  # how words that end so are read: with a final consonant
+_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # how words that end so are read: with a final consonant
 
 
 @cache
@@ -117,17 +118,15 @@ def _looked_up(text: str) -> str | None:
         return exact[text]
     for longest, pattern, korean in patterns:
         if longest in text and (found := pattern.fullmatch(text)):
-            values = [_in_korean(value) if value else "" for value in found.groups()]
-            if not any(
-                value == said and _ENGLISH.fullmatch(value) for value, said in zip(found.groups(), values, strict=True)
-            ):
+            values = {name[1:]: _in_korean(value) if value else "" for name, value in found.groupdict().items()}
+            if not any(said == found[f"_{name}"] and _ENGLISH.fullmatch(said) for name, said in values.items()):
                 return _filled(korean, values)
     return None
 
 
-def _filled(korean: str, values: list[str]) -> str:
+def _filled(korean: str, values: dict[str, str]) -> str:
     def one(field: re.Match) -> str:
-        value = values[int(field[1])]
+        value = values[field[1]]
         return value + ("" if field[2] is None else field[_particle(value, field[3] == "로")])
 
     return _FIELD.sub(one, korean)
@@ -152,15 +151,21 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
         if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
             entries += zip(lines, korean.split("\n"), strict=True)
+    entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
     entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
     exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
     patterns = []
     for english, korean in entries:
         if _FIELD.search(english):
-            fixed = re.split(r"\{\d+\}", english)
-            value = "(.*?)" if sum(map(len, fixed)) > LONG else _VALUE
-            values = [r"([\s\S]*?)" if part.endswith("\n") else value for part in fixed[:-1]]
-            pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
+            fixed, names = re.split(r"\{\d+\}", english), re.findall(r"\{(\d+)\}", english)
+            value = ".*?" if sum(map(len, fixed)) > LONG else _VALUE
+            values = [r"[\s\S]*?" if part.endswith("\n") else value for part in fixed[:-1]]
+            values = [  # of two that stand side by side the first is there, and ends where a word ends
+                f"{one[:-2]}+?)(?!(?<=\\w)\\w" if not then and number < len(values) - 1 else one
+                for number, (one, then) in enumerate(zip(values, fixed[1:], strict=True))
+            ]
+            groups = [f"(?P<_{name}>{one})" for name, one in zip(names, values, strict=True)]
+            pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*groups, ""], strict=True))))
             patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
 

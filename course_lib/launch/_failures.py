@@ -112,7 +112,7 @@ def failure_text(
 
 def place_lines(places: dict[int, str], nodes: dict[int, str]) -> list[str]:
     """Where ranks stood, a line each."""
-    return [_narrow(f"rank {rank}{_on_node(rank, nodes)} {place}") for rank, place in sorted(places.items())]
+    return [_narrow(told(f"rank {rank}{_on_node(rank, nodes)} {place}")) for rank, place in sorted(places.items())]
 
 
 def _narrow(line: str) -> str:
