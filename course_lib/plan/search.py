@@ -20,7 +20,6 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import stage_of
 from course_lib.memory.budget import overheads_of
-from course_lib.memory.flats import placed_by
 from course_lib.memory.peak import instants
 from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
@@ -203,8 +202,7 @@ def _seconds_of(job: Job, layout: Layout) -> dict[str, float]:
 
 def _layers_s(job: Job, layout: Layout) -> float:
     """Seconds of all layers on one stage, for one micro-batch."""
-    among = layout.cp * (layout.tp if layout.folded else 1)
-    dp = layout.ep // gcd(layout.ep, among)
+    dp = layout.ep // gcd(layout.ep, layout.cp * layout.fold)
     alike = {"zero_stage": _least_zero(job), "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
     alone = replace(layout, pp=1, dp=dp, **alike)
     return sum(seconds for part, seconds in _seconds_of(job, alone).items() if part in OF_LAYERS)
@@ -256,7 +254,7 @@ def _numel(job: Job, shape: Layout, rank: int) -> tuple[float, float]:
 @lru_cache(maxsize=4096)
 def _saved_bytes(job: Job, shape: Layout, rank: int) -> int:
     """What all micro-batches in flight saved for their backward, where it begins."""
-    stages = {stage: stage_of(_part(job, shape), stage).total for stage in placed_by(shape).stages_of_rank(rank)}
+    stages = {stage: stage_of(_part(job, shape), stage).total for stage in shape.stages_of_rank(rank)}
     return max(
         sum((now.saved[one] + (one == now.stage)) * size for one, size in stages.items())
         for now in instants(shape, rank)

@@ -35,7 +35,6 @@ from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
 from course_lib.run import Run
-from course_lib.schedules import make
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
 from course_lib.training.precision import engine_dtypes, zero_gradients
@@ -114,7 +113,7 @@ def _check_size(layout: Layout, num_stages: int) -> None:
 
 def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:
     """The places along pp that hold these stages, in order; a rank may hold several."""
-    rank_of_stage = make(layout.schedule, layout.pp, layout.micro_batches, layout.v).rank_of_stage
+    rank_of_stage = layout.rank_of_stage
     if stages == "all":
         return list(range(layout.pp))
     stages = list(stages)

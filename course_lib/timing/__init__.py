@@ -36,13 +36,7 @@ from course_lib.timing.collectives import (
     ring_link,
 )
 from course_lib.timing.context import AttentionTime, attention_time, tokens_that_hide_a_hop
-from course_lib.timing.data import (
-    accumulation_steps,
-    crossing_s,
-    dp_step_s,
-    dp_throughput,
-    tokens_that_hide_a_gather,
-)
+from course_lib.timing.data import accumulation_steps, crossing_s, dp_step_s, dp_throughput, tokens_that_hide_a_gather
 from course_lib.timing.rates import FLASH_ATTENTION_3, RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
 from course_lib.timing.step import StepTime, stage_costs, step_time
 from course_lib.timing.timelines import (

@@ -34,7 +34,6 @@ from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
-from course_lib.memory.flats import placed_by
 from course_lib.run import Run
 from course_lib.schedules import make, stages_per_rank
 from course_lib.schedules.simulator import Costs, clock
@@ -157,7 +156,7 @@ def _rank_times(layout: Layout, stages: Sequence[Times]) -> list[Times]:
     ranks = []
     for rank in range(layout.pp):
         times = Times()
-        for stage in placed_by(layout).stages_of_rank(rank):
+        for stage in layout.stages_of_rank(rank):
             times = times.plus(stages[stage])
         ranks.append(times)
     return ranks

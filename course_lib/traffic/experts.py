@@ -31,7 +31,7 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
         return []
     num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
     tokens, row = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp), run.config.d_model * itemsize
-    tokens //= layout.tp if layout.folded else 1
+    tokens //= layout.fold
     plain = layout.expert_method == "plain"
     weights = 0 if plain else moe.top_k * max(4, itemsize)
     ids = 0 if plain else moe.top_k * ID_BYTES

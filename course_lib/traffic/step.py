@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import Flat, flats_of, layers_of, placed_by
+from course_lib.memory.flats import Flat, flats_of, layers_of
 from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
@@ -53,7 +53,7 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
                without them the rows are expected ones, of tokens that choose evenly
     """
     layout, place = run.layout, run.layout.mesh.coordinates(rank)
-    stages = placed_by(layout).stages_of_rank(place["pp"])
+    stages = layout.stages_of_rank(place["pp"])
     itemsize = recipe_of(run.recipe).param_bytes
     flats = flats_of(run.config, layout, place["pp"], place["tp"], itemsize, run.lora)
     by_axis: Calls = {axis: [] for axis in AXES}
@@ -111,7 +111,7 @@ def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
     Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
     times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
     """
-    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, placed_by(run.layout).rank_of_stage
+    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, run.layout.rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
     payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
     crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]
