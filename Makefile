@@ -55,7 +55,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes korean korean-status check address \
-        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-programs test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -107,10 +107,13 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## quick, and the suites of the core that start ranks (CORE in tests/conftest.py)
-	$(RUN) -m pytest -m "(core or not launches and not slow) and not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m "(core or not launches and not slow) and not long and not programs and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 rest: setup  ## the tests that make test leaves out
-	$(RUN) -m pytest -m "(long or not core and (launches or slow)) and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m "(long or not core and (launches or slow)) and not programs and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
+
+test-programs: setup  ## ranks and the trainer under torchrun, accelerate, pods; an installed wheel; thirty kernels at once
+	$(RUN) -m pytest -m "programs and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left
 	$(RUN) -m pytest -p no:nbval -p no:cacheprovider -n $(WORKERS) --dist loadgroup tests/faults

@@ -84,8 +84,7 @@ def test_every_link_inside_the_repository_leads_somewhere():
 
 
 def test_the_table_of_chapters_is_complete():
-    for path in notebook_paths("notebooks"):
-        assert f"(notebooks/{path.name})" in README
+    assert all(f"(notebooks/{path.name})" in README for path in notebook_paths("notebooks"))
 
 
 def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
@@ -93,7 +92,7 @@ def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
     assert "set -euo pipefail" in CI and "exec </dev/null" in CI
 
 
-MARKERS = ("launches", "slow", "long", "core", "exhaustive")
+MARKERS = ("launches", "slow", "long", "programs", "core", "exhaustive")
 
 
 def selected_by(target: str, marks: tuple[str, ...]) -> bool:
@@ -102,11 +101,11 @@ def selected_by(target: str, marks: tuple[str, ...]) -> bool:
     return eval(expression, {"__builtins__": {}}, {marker: marker in marks for marker in MARKERS})
 
 
-@pytest.mark.parametrize("marks", [some for n in range(6) for some in itertools.combinations(MARKERS, n)], ids=" ".join)
+@pytest.mark.parametrize("marks", [some for n in range(7) for some in itertools.combinations(MARKERS, n)], ids=" ".join)
 def test_each_test_is_run_once_by_make_test_by_the_rest_or_by_make_nightly(marks):
-    targets = [target for target in ("unit", "rest", "test-exhaustive") if selected_by(target, marks)]
+    targets = [target for target in ("unit", "rest", "test-programs", "test-exhaustive") if selected_by(target, marks)]
     assert len(targets) == 1
-    assert selected_by("quick", marks) <= ("unit" in targets or "long" in marks)
+    assert selected_by("quick", marks) <= ("unit" in targets or not {"long", "programs"}.isdisjoint(marks))
 
 
 def test_what_ci_does_not_run_make_nightly_does():

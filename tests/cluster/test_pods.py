@@ -70,7 +70,7 @@ def test_kubernetes_and_jobset_know_every_field():
         assert models.JobsetV1alpha2JobSet.from_dict(said).to_dict() == said, "it leaves out what it does not know"
 
 
-@pytest.mark.launches
+@pytest.mark.programs
 def test_the_commands_of_two_pods_train_together_here(tmp_path):
     command = pod_of(jobset(Site(nodes=2)))[1]["containers"][0]["command"]
     here = {"$(JOB_COMPLETION_INDEX)": "{rank}", "course-train-node-0-0.course-train": "127.0.0.1"}

@@ -150,7 +150,7 @@ def test_the_command_prints_sheets_and_forms_and_refuses_what_is_no_file_of_the_
     assert "the file lacks something" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.programs
 @pytest.mark.parametrize(("engine", "chapter"), [("torchrun", "03"), ("accelerate", "01")])
 def test_a_lab_under_an_engine_writes_the_file_and_prints_the_form(tmp_path, engine, chapter):
     lab, out = LABS[chapter], tmp_path / "lab.json"
