@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 
-from course_lib import timing
+from course_lib import flops, timing
 from course_lib.claims.formulas import LAYER_OF_22B_MS
 from course_lib.config import preset
 from course_lib.hardware import (
@@ -137,10 +137,10 @@ def test_forward_flops_of_8b():
     config = preset("llama-3.1-8b")
     every_parameter = 8_030_261_248
     assert 2 * every_parameter / 1e9 == pytest.approx(16.06, abs=0.005)  # claim C170
-    assert timing.attention_flops_per_token(config, 8192) / 1e9 == pytest.approx(4.3, abs=0.01)  # claim C170
+    assert flops.attention_flops_per_token(config, 8192) / 1e9 == pytest.approx(4.3, abs=0.01)  # claim C170
     embedding_and_norms = 128_256 * 4096 + (2 * 32 + 1) * 4096
-    assert timing.matmul_parameters(config) == every_parameter - embedding_and_norms
-    assert timing.attention_flops_per_token(config, 8192, causal=True) * 2 == timing.attention_flops_per_token(
+    assert flops.matmul_parameters(config) == every_parameter - embedding_and_norms
+    assert flops.attention_flops_per_token(config, 8192, causal=True) * 2 == flops.attention_flops_per_token(
         config, 8192
     )
 
