@@ -53,6 +53,7 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
     row = schedule.instructions[rank]
     sources = [_source(instruction, schedule) for instruction in row]
     to_come = {src: _sent(schedule, src, rank) for src in set(sources) - {None}}
+    turn = {message: index for sent in to_come.values() for index, message in enumerate(sent)}
     places = {src: _places_of_messages(schedule, src) for src in to_come}
     on_the_way: dict[Message, int] = {}  # what this rank has sent, and to whom
     posted: dict[int, int] = dict.fromkeys(to_come, 0)
@@ -61,7 +62,7 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
         post = []
         for later, src in zip(row[place : place + 1 + ahead], sources[place : place + 1 + ahead], strict=True):
             if src is not None:
-                end = max(posted[src], to_come[src].index(needed_by(later, schedule)) + 1)
+                end = max(posted[src], turn[needed_by(later, schedule)] + 1)
                 post += [(message, src) for message in to_come[src][posted[src] : end]]
                 posted[src] = end
         needs, gives = needed_by(instruction, schedule), given_by(instruction, schedule)

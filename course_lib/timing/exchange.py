@@ -62,8 +62,7 @@ def _zero_stage(case: Case) -> int:
 def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
     if ranks == 1 or not size:
         return 0.0
-    per_node = ranks_in_a_node(case.run.layout, case.cluster, axis)
-    return network_s(case.cluster, collective, size, ranks, per_node)
+    return network_s(case.cluster, collective, size, ranks, ranks_in_a_node(case.run.layout, case.cluster, axis))
 
 
 def numel_of_rank(run: Run, layers: Sequence[int], pp_rank: int) -> tuple[float, float]:
