@@ -1,4 +1,4 @@
-"""GPUs and links: every number with its unit and its source.
+"""GPUs and links; hardware.toml has every number with its unit and its source.
 
 Three habits of datasheets to know:
 - FLOP/s are printed "with sparsity", twice what a dense matrix multiplication can reach. Here they are dense.
@@ -12,13 +12,15 @@ A GPU or a link that is in no table is given by its numbers: `custom_gpu`, `link
 import re
 from dataclasses import dataclass, replace
 from math import inf, log
+from pathlib import Path
 from typing import Literal
 
-from course_lib.validate import Amount, Checked, Positive, Size, checked, one_of
+from course_lib.validate import Amount, Checked, Positive, Size, checked, one_of, read_toml
 
 GB = 10**9
 GIB = 2**30
 TERA = 10**12
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -78,163 +80,29 @@ class Cluster(Checked):
     gpus_per_node: Size = 8
 
 
-def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, tflops, link, source, sustained=1.0):
-    peaks = [None if tera is None else tera * TERA for tera in tflops]  # of fp32, tf32, fp16, bf16, fp8
-    sizes = (memory_gib * GIB, int(usable_gib * GIB), memory_gb_per_s * GB)
-    return GPU(name, *sizes, *peaks, link, source, sustained)
-
-
-# usable: the total capacity in PyTorch's out-of-memory messages of such GPUs, as found in public reports; where a card
-# has ECC on GDDR (T4, L4, A10G, A40, L40, L40S), with it. Tensor cores' rates are those with FP32 accumulation.
-# fmt: off
-GPUS: dict[str, GPU] = {
-    "t4": _gpu("T4", 16, 14.56, 320, (8.1, None, 65, None, None), "pcie3",
-               "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no bf16 units"),
-    "l4": _gpu("L4", 24, 22.03, 300, (30.3, 60, 121, 121, 242.5), "pcie4",
-               "NVIDIA L4 datasheet, halved where it says with sparsity (TF32 120, BF16 242, FP8 485)"),
-    "l40": _gpu("L40", 48, 44.39, 864, (90.5, 90.5, 181, 181, 362), "pcie4",
-                "NVIDIA L40 datasheet, dense column"),
-    "l40s": _gpu("L40S", 48, 44.39, 864, (91.6, 183, 362, 362, 733), "pcie4",
-                 "NVIDIA L40S datasheet, dense column (BF16 362, with sparsity 733)"),
-    "a10": _gpu("A10", 24, 22.06, 600, (31.2, 62.5, 125, 125, None), "pcie4",
-                "NVIDIA A10 datasheet, dense column"),
-    "a10g": _gpu("A10G", 24, 22.06, 600, (35, 35, 70, 70, None), "pcie4",
-                 "NVIDIA A10G datasheet for AWS G5, dense column"),
-    "a40": _gpu("A40", 48, 44.42, 696, (37.4, 74.8, 149.7, 149.7, None), "pcie4",
-                "NVIDIA A40 datasheet, dense column; an NVLink bridge joins two"),
-    "rtx-a6000": _gpu("RTX A6000", 48, 47.54, 768, (38.7, 77.4, 154.8, 154.8, None), "pcie4",
-                      "NVIDIA RTX A6000 datasheet, halved: it prints sparsity (309.7); ECC off"),
-    "rtx-6000-ada": _gpu("RTX 6000 Ada", 48, 47.5, 960, (91.1, 182.1, 364.2, 364.2, 728.5), "pcie4",
-                         "NVIDIA RTX 6000 Ada datasheet, halved: it prints sparsity (FP8 1457); ECC off"),
-    "rtx-3090": _gpu("RTX 3090", 24, 23.69, 936, (35.6, 35.6, 71, 71, None), "pcie4-host",
-                     "NVIDIA Ampere GA102 whitepaper, dense with FP32 accumulation"),
-    "rtx-4090": _gpu("RTX 4090", 24, 23.64, 1008, (82.6, 82.6, 165.2, 165.2, 330.3), "pcie4-host",
-                     "NVIDIA Ada architecture whitepaper, dense with FP32 accumulation"),
-    "rtx-5090": _gpu("RTX 5090", 32, 31.36, 1792, (104.8, 104.8, 209.5, 209.5, 419), "pcie5-host",
-                     "NVIDIA RTX Blackwell whitepaper, dense with FP32 accumulation"),
-    "p100-pcie": _gpu("P100 PCIe", 16, 15.89, 732, (9.3, None, 18.7, None, None), "pcie3",
-                      "NVIDIA P100 datasheet, PCIe 16 GB (Kaggle's): no tensor cores, no bf16"),
-    "v100-16": _gpu("V100 SXM2 16 GB", 16, 15.77, 900, (15.7, None, 125, None, None), "nvlink2",
-                    "NVIDIA V100 datasheet; no bf16 units"),
-    "v100-32": _gpu("V100 SXM2 32 GB", 32, 31.74, 900, (15.7, None, 125, None, None), "nvlink2",
-                    "NVIDIA V100 datasheet; no bf16 units"),
-    "a100-pcie-40": _gpu("A100 PCIe 40 GB", 40, 39.39, 1555, (19.5, 156, 312, 312, None), "pcie4",
-                         "NVIDIA A100 datasheet, PCIe, dense column"),
-    "a100-pcie-80": _gpu("A100 PCIe 80 GB", 80, 79.15, 1935, (19.5, 156, 312, 312, None), "pcie4",
-                         "NVIDIA A100 datasheet, PCIe, dense column"),
-    "a800": _gpu("A800 SXM 80 GB", 80, 79.15, 2039, (19.5, 156, 312, 312, None), "nvlink-a800",
-                 "NVIDIA A800 datasheet: an A100 whose NVLink has 400 GB/s"),
-    "a100-40": _gpu("A100 SXM 40 GB", 40, 39.49, 1555, (19.5, 156, 312, 312, None), "nvlink3",
-                    "NVIDIA A100 datasheet, dense column"),
-    "a100-80": _gpu("A100 SXM 80 GB", 80, 79.15, 2039, (19.5, 156, 312, 312, None), "nvlink3",
-                    "NVIDIA A100 datasheet, dense column"),
-    "h100": _gpu("H100 SXM 80 GB", 80, 79.19, 3350, (67, 494.5, 989, 989, 1979), "nvlink4",
-                 "NVIDIA H100 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958); 989 as in torchtitan"),
-    "h100-96": _gpu("H100 SXM 96 GB, 500 W", 96, 95.0, 2400, (67, 494.5, 989, 989, 1979), "nvlink4",
-                    "torchtitan's benchmarks of December 2024: HBM2e, 2.4 TB/s, 500 of 700 W; usable memory assumed",
-                    500 / 700),
-    "h100-pcie": _gpu("H100 PCIe 80 GB", 80, 79.11, 2000, (51, 378, 756, 756, 1513), "pcie5",
-                      "NVIDIA H100 datasheet of 2022, PCIe, halved: it prints sparsity (BF16 1513, FP8 3026)"),
-    "h800": _gpu("H800 SXM 80 GB", 80, 79.11, 3350, (67, 494.5, 989, 989, 1979), "nvlink-h800",
-                 "as H100 SXM, NVLink of 400 GB/s: DeepSeek-V3 report (arXiv:2412.19437), section 3.1"),
-    "h20": _gpu("H20 96 GB", 96, 95.22, 4000, (44, 74, 148, 148, 296), "nvlink4",
-                "NVIDIA H20 datasheet: 148 TFLOPS of BF16, 4.0 TB/s, NVLink 900 GB/s"),
-    "h200": _gpu("H200 SXM 141 GB", 141, 139.80, 4800, (67, 494.5, 989, 989, 1979), "nvlink4",
-                 "NVIDIA H200 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958)"),
-    "b200": _gpu("B200 (HGX) 180 GB", 180, 178.35, 8000, (80, 1100, 2250, 2250, 4500), "nvlink5",
-                 "NVIDIA Blackwell architecture technical brief, HGX B200 at 1000 W, dense"),
-    "gb200": replace(_gpu("GB200 (NVL72) 186 GB", 186, 184.31, 8000, (80, 1250, 2500, 2500, 5000), "nvlink5",
-                          "NVIDIA GB200 NVL72 datasheet, a 72th, dense (FP8 720 PFLOPS with sparsity)"), per_node=72),
-    "mi300x": _gpu("MI300X", 192, 191.98, 5300, (163.4, 653.7, 1307.4, 1307.4, 2614.9), "infinity-fabric3",
-                   "AMD Instinct MI300X data sheet, without structured sparsity"),
-}
-
-_NCCL = "NCCL src/graph/tuning.cc, hwLatencies, ring with the Simple protocol: {:g} us a step"
+_DATA = read_toml(Path(__file__).with_name("hardware.toml"))
+_PUBLISHED = _DATA["published"]
 _ASSUMED = "the course's own assumption"
 
 
-_NO_PEERS = "nccl-tests issue 117: 12 to 18 us between GPUs without peer access"
+def _gpu(memory_gib, usable_gib, memory_gb_per_s, tflops, **fields) -> GPU:
+    peaks = {f"{name}_flops": tflops[name] * TERA if name in tflops else None for name in PRECISIONS}
+    sizes = {"memory_bytes": memory_gib * GIB, "usable_bytes": int(usable_gib * GIB)}
+    return GPU(memory_bytes_per_s=memory_gb_per_s * GB, **sizes, **peaks, **fields)
 
 
-def _link(name, latency_us, gb_per_s, both_gb_per_s, source, latency_source=_NCCL, **nccl):
-    latency_source = latency_source.format(latency_us)
-    return Link(name, latency_us * 1e-6, gb_per_s * GB, both_gb_per_s * GB, source, latency_source, **nccl)
+def _link(latency_us, gb_per_s, both_gb_per_s, low_latency_gb_per_s=None, **fields) -> Link:
+    """A share may be a pair: so much of so much."""
+    nccl = f"NCCL src/graph/tuning.cc, hwLatencies, ring with the Simple protocol: {latency_us:g} us a step"
+    shares = {name: fields[name][0] / fields[name][1] for name in fields if isinstance(fields[name], tuple)}
+    rates = {"bytes_per_s": gb_per_s * GB, "both_directions_bytes_per_s": both_gb_per_s * GB}
+    if low_latency_gb_per_s:
+        rates["low_latency_bytes_per_s"] = low_latency_gb_per_s * GB
+    return Link(latency_s=latency_us * 1e-6, **({"latency_source": nccl} | rates | fields | shares))
 
 
-# What NCCL counts on, from src/graph/topo.h: GB/s of one NVLink of each generation (sold as 25, 50 from Blackwell on),
-# 12 GB/s of PCIe 3.0 x16 and twice that for each later one, the whole line rate of a network port. From llMaxBws in
-# tuning.cc: the most that LL gives, in one node by GPU, between nodes by CPU (Intel, more than two nodes).
-# An all-reduce in the switch: 480 GB/s of bus bandwidth are measured on 8 H100 (nccl-tests); for Blackwell scaled by
-# nvlsEfficiency of tuning.cc, 0.74 where Hopper has 0.85.
-def _nvlink(achieved_gb_per_s, sold_gb_per_s, low_latency_gb_per_s, switch_share=None):
-    share = achieved_gb_per_s / sold_gb_per_s
-    return {"kind": "nvlink", "achieved_share": share, "low_latency_bytes_per_s": low_latency_gb_per_s * GB,
-            "switch_share": switch_share}
-
-
-_PCI = {"kind": "pci", "achieved_share": 12 / 15.75}
-_NETWORK = {"kind": "network", "low_latency_bytes_per_s": 20.4 * GB}
-# Measured beside the line rate that NCCL counts on, all of ring all-reduces, the best of large messages:
-#   NDR: 46 to 48 GB/s of 50 (nccl-tests issue 290, NVIDIA's engineer), 49 (nccl issue 1801: 196.7 GB/s over 4 ports)
-#   HDR: 24 GB/s of 25, and 12 of 12.5 on 100 Gb/s (nccl-tests issue 119, NVIDIA's engineer)
-#   RoCE: 75 of 100 GB/s over 8 ports of 100 Gb/s (nccl issue 495); 231 of 400 over 8 of 400 Gb/s (nccl issue 2409)
-#   TCP: 4 to 6 GB/s of 12.5 (nccl issue 450), at most 60 % of 32 Gb/s (nccl issue 209)
-# And where the switch sums: 476 GB/s on 8 H100 (nccl-tests issue 290), 215 on 8 H800 (nccl issue 1374), 847 on the 72
-# of an NVL72 (coreweave/nccl-tests pull request 43); 231 GB/s by rings on 8 A100 (nccl issue 527).
-# Without peer access a ring goes through the host's memory: NCCL counts on 10 GB/s between the sockets of a node with
-# eight RTX 4090 (nccl-tests issue 307); eight RTX 5090 reach 28 GB/s, four 35 (nccl issue 1639).
-
-LINKS: dict[str, Link] = {
-    "nvlink2": _link("NVLink 2", 3.4, 150, 300, "NVIDIA V100 datasheet: 300 GB/s, 6 links x 25 GB/s each way",
-                     **_nvlink(20.0, 25, 39)),
-    "nvlink3": _link("NVLink 3", 3.4, 300, 600, "NVIDIA A100 datasheet: 600 GB/s, 12 links x 25 GB/s each way",
-                     **_nvlink(20.0, 25, 87.7)),
-    "nvlink4": _link("NVLink 4", 3.4, 450, 900, "NVIDIA H100 datasheet: 900 GB/s, 18 links x 25 GB/s each way",
-                     **_nvlink(20.6, 25, 141, 480 / 450)),
-    "nvlink5": _link("NVLink 5", 3.4, 900, 1800, "NVIDIA B200 datasheet: 1.8 TB/s, 18 links x 50 GB/s each way",
-                     **_nvlink(40.1, 50, 282, 480 / 450 * 0.74 / 0.85)),
-    "nvlink-h800": _link("NVLink of the H800", 3.4, 200, 400,
-                         "8 links x 25 GB/s each way; DeepSeek-V3 report (arXiv:2412.19437): 160 GB/s are reached",
-                         **_nvlink(20.0, 25, 141)),
-    "nvlink-a800": _link("NVLink of the A800", 3.4, 200, 400, "NVIDIA A800 datasheet: 400 GB/s, 8 links x 25 GB/s",
-                         **_nvlink(20.0, 25, 87.7)),
-    "infinity-fabric3": _link("Infinity Fabric (MI300X)", 3.4, 448, 896,
-                              "AMD MI300X platform data sheet: 896 GB/s to 7 peers", _ASSUMED + ": as NVLink 4",
-                              **_nvlink(20.6, 25, 141)),
-    "pcie3": _link("PCIe 3.0 x16", 5.7, 15.75, 31.5, "PCI-SIG: 8 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
-    "pcie4": _link("PCIe 4.0 x16", 5.7, 31.5, 63.0, "PCI-SIG: 16 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
-    "pcie5": _link("PCIe 5.0 x16", 5.7, 63.0, 126.0, "PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
-    "pcie3-host": _link("PCIe 3.0 x16, no peer access", 14, 15.75, 31.5, "share assumed: as pcie4-host", _NO_PEERS,
-                        kind="pci", achieved_share=10 / 31.5),
-    "pcie4-host": _link("PCIe 4.0 x16, no peer access", 14, 31.5, 63.0, "10 GB/s: nccl-tests issue 307, eight RTX 4090",
-                        _NO_PEERS, kind="pci", achieved_share=10 / 31.5),
-    "pcie5-host": _link("PCIe 5.0 x16, no peer access", 14, 63.0, 126.0, "28 GB/s: nccl issue 1639, eight RTX 5090",
-                        _NO_PEERS, kind="pci", achieved_share=28 / 63),
-    "ib-edr100": _link("InfiniBand EDR", 14, 12.5, 25, "100 Gb/s a port, one port a GPU", **_NETWORK),
-    "ib-hdr200": _link("InfiniBand HDR", 14, 25, 50, "200 Gb/s a port, one port a GPU", **_NETWORK),
-    "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", **_NETWORK),
-    "ib-xdr800": _link("InfiniBand XDR", 14, 100, 200, "800 Gb/s a port, one port a GPU", **_NETWORK),
-    "roce-100": _link("RoCE 100G", 14, 12.5, 25, "100 Gb/s a GPU; nccl issue 495 reaches 75 %", **_NETWORK,
-                      achieved_share=0.75),
-    "roce-200": _link("RoCE 200G", 14, 25, 50, "200 Gb/s a GPU; share assumed: as roce-100", **_NETWORK,
-                      achieved_share=0.75),
-    "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", **_NETWORK),
-    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK,
-                 by_nodes=True),
-    "efa-measured": _link("EFA v2, collectives as measured", 14, 50, 100, "Ultra-Scale Playbook, bandwidth over nodes",
-                          **_NETWORK, measured=True, by_nodes=True),
-    "efa-p4d": _link("EFA (p4d.24xlarge)", 14, 6.25, 12.5, "AWS EC2 guide: 4 x 100 Gb/s for 8 A100; nccl issue 527: "
-                     "60 % of it on 3 and 4 nodes", **_NETWORK, achieved_share=0.6, measured=True, curve="efa-p4d"),
-    "ethernet-10g": _link("Ethernet 10G, a port a GPU", 50, 1.25, 2.5, "10 Gb/s; share assumed: TCP's headers",
-                          _ASSUMED, kind="network", achieved_share=0.94),
-    "ethernet-25g": _link("Ethernet 25G, a port a GPU", 50, 3.125, 6.25, "25 Gb/s; nccl issue 209: 60 % of 32 Gb/s",
-                          _ASSUMED, kind="network", achieved_share=0.6),
-    "ethernet-100g": _link("Ethernet 100G", 14, 12.5, 25, "100 Gb/s, all of it: RDMA; by TCP tcp-100g", **_NETWORK),
-    "tcp-100g": _link("Ethernet 100G by TCP", 50, 12.5, 25, "100 Gb/s; nccl issue 450: 4 to 6 GB/s", _ASSUMED,
-                      kind="network", achieved_share=0.4),
-    "nvme": _link("NVMe SSD, PCIe 4.0 x4", 100, 7, 7, _ASSUMED + "; PCIe 4.0 x4 allows 7.9 GB/s", _ASSUMED),
-}
-# fmt: on
+GPUS: dict[str, GPU] = {key: _gpu(**fields) for key, fields in _DATA["gpus"].items()}
+LINKS: dict[str, Link] = {key: _link(**fields) for key, fields in _DATA["links"].items()}
 
 # For which lessons work out what to do: a good network, a cloud's as it was measured, and older GPUs. Nodes of 8.
 CLUSTERS: dict[str, Cluster] = {
@@ -243,86 +111,32 @@ CLUSTERS: dict[str, Cluster] = {
     "A100, InfiniBand": Cluster(GPUS["a100-80"], LINKS["nvlink3"], LINKS["ib-hdr200"]),
 }
 
-# Measured on nodes of 8 H100, EFA between nodes, messages of 256 MB: collective -> {nodes: bytes per second}.
-# Source: Ultra-Scale Playbook, data of its figure of bandwidth over nodes. It does not say whether these are bus or
-# algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch
-# sums. As algorithm bandwidth it would be 763 GB/s of bus bandwidth, which nobody has measured on NVLink 4.
+
+def _by_number(row: dict) -> dict:
+    """Return a row with numbers as keys, which are text in a file."""
+    return {float(key) if "." in key else int(key): value for key, value in row.items()}
+
+
+def _by_name(table: str) -> dict[str, dict]:
+    return {name: _by_number(row) for name, row in _PUBLISHED[table].items()}
+
+
+# What others measured, each with its source and its units in hardware.toml.
 MEASURED_PER_NODE = 8
 MOST_NODES = 64
-PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
-    "all_reduce": {
-        1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,
-    },
-    "all_gather": {
-        1: 249.8488e9, 2: 184.6132e9, 4: 118.9675e9, 8: 68.9975e9, 16: 54.9723e9, 32: 27.9692e9, 64: 11.0383e9,
-    },
-    "reduce_scatter": {
-        1: 249.729e9, 2: 181.5536e9, 4: 115.7576e9, 8: 68.5511e9, 16: 54.5242e9, 32: 27.9443e9, 64: 11.0697e9,
-    },
-}  # fmt: skip
-
-# Of each measured link: collective -> {nodes of 8 GPUs: bytes per second}. efa-p4d: nccl issue 527, NCCL 2.9.9, 1 GiB
-# in a message, nodes of 8 A100 (2022).
-BUS_BANDWIDTH: dict[str, dict[str, dict[int, float]]] = {
+PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = _by_name("bus_bandwidth")
+BUS_BANDWIDTH: dict[str, dict[str, dict[int, float]]] = {  # of each measured link
     "efa-measured": PUBLISHED_BUS_BANDWIDTH,
-    "efa-p4d": {"all_reduce": {1: 230.8e9, 2: 57.2e9, 3: 31.8e9, 4: 29.6e9}},
+    "efa-p4d": _by_name("bus_bandwidth_p4d"),
 }
-
-# Tokens per second and GPU of plain data parallelism on H100, 8 to 256 GPUs.
-# Source: Ultra-Scale Playbook, data of its figure of DP scaling. It does not name the model; 36.66 GB a GPU were used.
-PUBLISHED_DP_THROUGHPUT: dict[int, float] = {
-    8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38,
-}  # fmt: skip
-
-# Batches of published runs: billions of tokens seen -> millions of tokens in a step. In between the batch grows evenly;
-# two entries close together are a sudden change. The runs of Llama 3 and DeepSeek-V3 go on, with the last batch, to
-# 15,600 and 14,800 billion tokens. Sources: LLaMA (arXiv:2302.13971), table 2; Llama 3 (arXiv:2407.21783), section 3.4;
-# DeepSeek-V3 (arXiv:2412.19437), section 4.2: 3,072 to 15,360 sequences of 4,096 tokens.
-PUBLISHED_BATCH_RAMPS: dict[str, dict[float, float]] = {
-    "DeepSeek-V3": {0: 12.6, 469: 62.9, 5000: 62.9},
-    "Llama 3 405B": {0: 4, 0.252: 4, 0.253: 8, 2870: 8, 2871: 16, 5000: 16},
-    "LLaMA-1 65B": {0: 4, 1400: 4},
-}
-
-# Tensor parallelism alone, and with sequence parallelism, on H100 in nodes of 8, sequences of 4096 tokens, the model
-# "playbook-3b": tp -> (tokens per second and GPU, largest micro-batch). Each point runs its largest micro-batch.
-# Source: Ultra-Scale Playbook, data of its figures of TP and of TP + SP scaling (nanotron).
-PUBLISHED_TP_THROUGHPUT: dict[int, tuple[float, int]] = {
-    2: (13923.18, 3), 4: (12420.76, 8), 8: (10903.32, 12), 16: (6245.6, 16), 32: (2146.44, 20),
-}  # fmt: skip
-PUBLISHED_TP_SP_THROUGHPUT: dict[int, tuple[float, int]] = {
-    2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100),
-}  # fmt: skip
-
-# Pipeline parallelism alone, 1F1B, on nodes of 8 H100: micro-batches -> {pp: tokens per second and GPU}.
-# Source: Ultra-Scale Playbook, figure of 1F1B scaling, bar heights read to about 20. It prints how much lower some bars
-# are than the bar before (PUBLISHED_1F1B_FALLS), and names neither the model nor the length of its sequences.
-PUBLISHED_1F1B_THROUGHPUT: dict[str, dict[int, float]] = {
-    "pp - 1": {2: 7370, 4: 8030, 8: 7860, 16: 6680, 32: 3720},
-    "32": {2: 15310, 4: 13850, 8: 11630, 16: 7850, 32: 3740},
-}
-PUBLISHED_1F1B_FALLS: dict[str, dict[int, float]] = {
-    "pp - 1": {16: 0.149, 32: 0.443},
-    "32": {4: 0.095, 8: 0.161, 16: 0.324, 32: 0.524},
-}
-
-# Ring attention, forward and backward, causal, over 8 GPUs with NVLink, the attention of llama-3.1-8b: speed as a share
-# of a flash kernel's on one GPU that has an eighth of the pairs. Measured on a whole attention layer: kernels on small
-# blocks, merging and the network are in it, so it is not the share that counting pairs allows (block_pairs.py).
-# Source: README of github.com/zhuzilin/ring-flash-attention, batch API, forward + backward.
-PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
-    "8 H800": {"contiguous": 0.539, "zigzag": 0.902, "striped": 0.829},
-    "8 A100": {"contiguous": 0.525, "zigzag": 0.898, "striped": 0.826},
-}
-
-# Context parallelism of Llama 3.1 8B with 32,768 tokens for each of 8 H100, FSDP over the other ranks, Float8 linear
-# layers, torch.compile, full recomputation: cp -> tokens per second and GPU. On the same machines, without CP, without
-# recomputation of more than every second operator, and with 2 sequences of 8,192 tokens: 8,532.
-# Source: torchtitan, docs/performance.md, tables 1 and 2 (Liang et al. 2024, arXiv:2410.06511).
-PUBLISHED_CP_THROUGHPUT: dict[int, float] = {1: 3890, 2: 2540, 4: 1071, 8: 548}
-
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
-
+PUBLISHED_DP_THROUGHPUT: dict[int, float] = _by_number(_PUBLISHED["dp_throughput"])
+PUBLISHED_BATCH_RAMPS: dict[str, dict[float, float]] = _by_name("batch_ramps")
+PUBLISHED_TP_THROUGHPUT: dict[int, tuple[float, int]] = _by_number(_PUBLISHED["tp_throughput"])
+PUBLISHED_TP_SP_THROUGHPUT: dict[int, tuple[float, int]] = _by_number(_PUBLISHED["tp_sp_throughput"])
+PUBLISHED_1F1B_THROUGHPUT: dict[str, dict[int, float]] = _by_name("1f1b_throughput")
+PUBLISHED_1F1B_FALLS: dict[str, dict[int, float]] = _by_name("1f1b_falls")
+PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = _PUBLISHED["ring_share"]
+PUBLISHED_CP_THROUGHPUT: dict[int, float] = _by_number(_PUBLISHED["cp_throughput"])
 
 OTHER_KEYS = {
     "h100-80": "h100", "h100-sxm": "h100", "h100-sxm-80": "h100", "h100-pcie-80": "h100-pcie", "h800-80": "h800",
@@ -408,7 +222,8 @@ def link_of(text: str, inside: bool = False) -> Link:
     if re.fullmatch(r"\d+\.?\d*|\.\d+", text) and float(text) > 0:
         rate = float(text)
         kind = "network" if not inside else "nvlink" if rate >= 64 else "pci"
-        return _link(f"{text} GB/s", 14 if kind == "network" else 5.7, rate, 2 * rate, "as given", _ASSUMED, kind=kind)
+        given = {"name": f"{text} GB/s", "source": "as given", "latency_source": _ASSUMED, "kind": kind}
+        return _link(14 if kind == "network" else 5.7, rate, 2 * rate, **given)
     kinds = ("nvlink", "pci") if inside else ("network",)
     name = "link inside a node" if inside else "link between nodes"
     one_of(name, text, tuple(key for key, known in LINKS.items() if known.kind in kinds))

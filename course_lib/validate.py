@@ -356,9 +356,11 @@ def _is_row(value: object) -> bool:
 def _sequence(name: str, value: object, of: Check) -> None:
     if not _is_row(value):
         raise TypeError(f"{name} is {show(value)}; give a list")
-    if of is not _anything:
-        for index, item in enumerate(value):
-            of(f"{name}[{index}]", item)
+    of_kind = of.keywords.get("kind") if isinstance(of, partial) else None
+    if of is _anything or (of_kind and all(isinstance(item, of_kind) for item in value)):
+        return  # the usual case of many records, soon answered
+    for index, item in enumerate(value):
+        of(f"{name}[{index}]", item)
 
 
 def _row(name: str, value: object, of: Sequence[Check]) -> None:

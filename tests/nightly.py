@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "NIGHTLY.md"
 PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
+    "test-programs": ("tests", *(f"course_lib/{name}" for name in ("authoring", "cluster", "labs", "launch", "train"))),
     "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
     "test-processors": (NOTEBOOKS,),
     "test-browser": (
@@ -39,6 +40,7 @@ TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-deepspeed": ("course_lib/native", "tests/native"),
     "test-newest": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
     "test-colab": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
+    "test-jupyterhub": ("course_lib/launch", "tests/places"),
     "quick-newer": (PACKAGE, "tests"),
 }
 HEAD = """# Last results of `make nightly`

@@ -60,14 +60,7 @@ from course_lib.schedules.instructions import loop_placement
 from course_lib.timing.collectives import collective_s, collective_steps
 from course_lib.timing.data import accumulation_steps, dp_throughput, tokens_that_hide_a_gather
 from course_lib.timing.failures import Failures, young_interval_s
-from course_lib.timing.kernel import (
-    Roof,
-    flash_bytes,
-    occupancy,
-    product_bytes,
-    softmax_bytes,
-    three_kernel_bytes,
-)
+from course_lib.timing.kernel import Roof, flash_bytes, occupancy, product_bytes, softmax_bytes, three_kernel_bytes
 from course_lib.timing.rates import hfu, mfu, roofline_s, tokens_per_s
 from course_lib.traffic import Call, attention_calls, calls, ring_all_reduce_bytes, sent_bytes
 from course_lib.traffic.collectives import call_counts

@@ -13,10 +13,9 @@ What differs between engines is data (engines.py). docs/PREDICTOR.md tells how f
 
 from course_lib.estimate.calibrate import Calibration, calibrate
 from course_lib.estimate.estimate import Estimate, estimate
-from course_lib.estimate.nearest import Nearest, nearest
+from course_lib.estimate.nearest import nearest
 from course_lib.estimate.table import predict_rows, read_rows, write_table
 
 __all__ = [
-    "Calibration", "Estimate", "Nearest", "calibrate", "estimate", "nearest", "predict_rows", "read_rows",
-    "write_table",
+    "Calibration", "Estimate", "calibrate", "estimate", "nearest", "predict_rows", "read_rows", "write_table",
 ]  # fmt: skip

@@ -36,7 +36,6 @@ class Calibration(Checked):
     node_link: Positive = 1.0
 
     def of(self, cluster: Cluster) -> Cluster:
-        """The same cluster with rates as calibrated."""
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
         return replace(
             cluster,
@@ -50,10 +49,7 @@ class Calibration(Checked):
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """From what `save` wrote.
-
-        Raises   ValueError if the file is no such thing
-        """
+        """From what `save` wrote."""
         told = read_json(path)
         if not isinstance(told, dict) or not set(told) <= set(cls.__dataclass_fields__):
             raise ValueError(f"{path} is no calibration; required: {', '.join(cls.__dataclass_fields__)}")
@@ -109,8 +105,7 @@ def ranges(
 ) -> dict[str, tuple[float, float]]:
     """Return for each fitted factor between which values it fits nearly as well: one standard deviation to each side.
 
-    Steps are taken to be measured to HELD. A factor that the runs say nothing of spans what `calibrate` holds it to:
-    from 1 / e to e times its value.
+    Steps are taken to be measured to HELD; a factor that the runs say nothing of spans 1 / e to e times its value.
     """
     import numpy as np
 
@@ -130,10 +125,7 @@ def ranges(
 
 @checked
 def measured_step_s(row: Mapping[str, str], tokens_a_step: Positive, folder: Path) -> float:
-    """Seconds of a step that a row tells: step_s, or tok_s_gpu, or log: a trainer's file of JSON lines.
-
-    Raises   ValueError if it tells none of these, or a step that no cluster takes
-    """
+    """Seconds of a step that a row tells: step_s, or tok_s_gpu, or log: a trainer's file of JSON lines."""
     step_s = _told_step_s(row, tokens_a_step, folder)
     if not STEP_S[0] <= step_s <= STEP_S[1]:
         raise ValueError(f"a measured step takes {step_s:g} s; required: {STEP_S[0]:g} to {STEP_S[1]:g} s")

@@ -25,8 +25,6 @@ class Spread:
 
     Where all runs lay on one side of their estimates, the interval still begins or ends at the estimate: a few runs of
     one model do not say that other runs are off in the same way.
-
-    Raises   ValueError for factors that are all above 1, or all below
     """
 
     memory: tuple[Positive, Positive]
@@ -92,7 +90,7 @@ class Estimate(Checked):
     @property
     def logged_bytes(self) -> float:
         """What the engine's log would tell."""
-        return self.memory_bytes - (self.bytes_by_kind.get(NO_TENSORS, 0.0) if self.log_reserved else 0.0)
+        return self.memory_bytes - self.log_reserved * self.bytes_by_kind.get(NO_TENSORS, 0.0)
 
     @property
     def step_s(self) -> float:
@@ -124,7 +122,7 @@ class Estimate(Checked):
     @property
     def memory_in_words(self) -> str:
         """How much of what there is, and what takes most of it."""
-        kind, size = max(self.bytes_by_kind.items(), key=lambda one: one[1])
+        size, kind = max((size, kind) for kind, size in self.bytes_by_kind.items())
         return f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} ({size / GB:.1f} GB)"
 
     @property
@@ -135,14 +133,12 @@ class Estimate(Checked):
     @property
     def why(self) -> str:
         """What takes most of the memory, and most of the time, in one sentence each."""
-        kind = max(self.bytes_by_kind, key=self.bytes_by_kind.get)
-        part = max(self.seconds_by_part, key=self.seconds_by_part.get)
-        memory, seconds = self.bytes_by_kind[kind] / self.gb, self.seconds_by_part[part]
-        room = self.room
-        if room != "fits":
-            room += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
-        why = f"{room}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
-        return f"{why}; {self.note}" if self.note else why
+        memory, kind = max((size, kind) for kind, size in self.bytes_by_kind.items())
+        seconds, part = max((seconds, part) for part, seconds in self.seconds_by_part.items())
+        why = f"; most memory: {kind} {memory / self.gb:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
+        if self.room != "fits":
+            why = f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}" + why
+        return self.room + why + (f"; {self.note}" if self.note else "")
 
     @property
     def unit(self) -> str:
@@ -201,8 +197,7 @@ def _bars(amounts: dict[str, float], unit: str) -> list[str]:
 def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for an engine that is not known, or that has not what the layout asks for, and for FP8 on a GPU
-             without units for it
+    Raises   ValueError for an engine that has not what the layout asks for, and for FP8 on a GPU without units for it
     """
     engine = engine_of(engine)
     _check_engine(run, engine)
@@ -232,13 +227,11 @@ def _check_engine(run: Run, engine: EngineFacts) -> None:
 @lru_cache(maxsize=4096)
 def _estimate(run: Run, cluster: Cluster, engine: EngineFacts, rates: Rates) -> Estimate:
     layout, time = run.layout, step_time(run, cluster, engine, rates)
-    gpus = (time.total_s, layout.world_size, peak_flops(cluster.gpu))
-    num_tokens = time.num_tokens
+    gpus, num_tokens = (time.total_s, layout.world_size, time.peak_flops_per_s), time.num_tokens
     counted = num_tokens * counted_flops_per_token(run) if engine.counts_tied_twice else time.model_flops
     once = num_tokens * flops_per_token(run.config, run.seq_len)
     repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - once
-    if run.operators:
-        repeated += repeated_flops(run)
+    repeated += repeated_flops(run) if run.operators else 0
     return Estimate(
         run,
         held_bytes(run, cluster, engine, time, rates),
@@ -274,14 +267,11 @@ def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
 
 
 def _note(run: Run, cluster: Cluster) -> str:
-    nodes = run.layout.world_size / cluster.gpus_per_node
-    if not cluster.between.by_nodes or nodes < _MANY_NODES:
-        return ""
-    if run.layout.pp > 1:
+    nodes = run.layout.world_size / cluster.gpus_per_node * cluster.between.by_nodes
+    if run.layout.pp > 1 and nodes >= _MANY_NODES:
         return "of measured pipelines on 16 to 64 nodes of this network many ran 5 to 10 times slower"
-    if nodes >= MOST_NODES:
-        return "of measured runs on 64 nodes of this network many waited several times as long as they computed"
-    return ""
+    waited = "of measured runs on 64 nodes of this network many waited several times as long as they computed"
+    return waited if nodes >= MOST_NODES else ""
 
 
 def counted_flops_per_token(run: Run) -> int:

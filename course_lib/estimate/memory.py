@@ -1,8 +1,4 @@
-"""Bytes that the fullest rank of an engine holds at its peak, by kind: where an estimate asks for memory.
-
-An engine that runs ahead of its GPU has tensors in the queue of launches: a collective of tp reads tensors of a whole
-sequence, and their memory is free once the GPU has read them.
-"""
+"""Bytes that the fullest rank of an engine holds at its peak, by kind: where an estimate asks for memory."""
 
 from __future__ import annotations
 
@@ -42,8 +38,8 @@ def held_bytes(run: Run, cluster: Cluster, engine: EngineFacts, time: StepTime, 
 
 
 def _queued_bytes(run: Run, cluster: Cluster, engine: EngineFacts, time: StepTime, rates: Rates) -> float:
-    """Of tensors in the queue of launches: as many as fill it, as far as Python runs ahead; in a pipeline at least
-    those of the forwards that fill it."""
+    """Of tensors of a whole sequence that collectives of tp will read, in the queue of launches: as many as fill it, as
+    far as Python runs ahead; in a pipeline at least those of the forwards that fill it."""
     layout = run.layout
     if layout.tp == 1 or not engine.queued_tensors:
         return 0.0

@@ -16,7 +16,6 @@ from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import checked
 
 _SHORTEST = 256  # tokens: shorter sequences are another question
-_MOST_TIMES = 64  # the GPUs that there are
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Nearest:
 
     @property
     def words(self) -> str:
-        """The change, what it needs and how fast it is."""
         one = self.estimate
         of = f"{one.memory_bytes / GB:.1f} of {one.usable_bytes / GB:.1f} GB"
         return f"{self.change}: {one.room}, {of}, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
@@ -36,10 +34,7 @@ class Nearest:
 
 @checked
 def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> list[Nearest]:
-    """Return for each way to need less the least change of it that fits; none for a run that fits itself.
-
-    The ways: recomputation, ZeRO, 8-bit Adam, offload, LoRA, QLoRA, shorter sequences, more GPUs.
-    """
+    """Return for each way to need less the least change of it that fits; none for a run that fits itself."""
     if estimate(run, cluster, engine, rates).room == "fits":
         return []
     found = []
@@ -97,16 +92,14 @@ def _adapting(run: Run) -> Changes:
 
 
 def _shortening(run: Run) -> Changes:
-    seq_len = run.seq_len // 2
-    while seq_len >= _SHORTEST:
+    seq_len = run.seq_len
+    while (seq_len := seq_len // 2) >= _SHORTEST:
         yield f"sequences of {seq_len:,} tokens", {"seq_len": seq_len}
-        seq_len //= 2
 
 
 def _growing(run: Run) -> Changes:
     """More GPUs share the states: ZeRO-3 over all, recomputation, one sequence each."""
-    stage, times = (3 if run.layout.pp == 1 else 1), 2
-    while times <= _MOST_TIMES:
+    stage = 3 if run.layout.pp == 1 else 1
+    for times in (2, 4, 8, 16, 32, 64):
         words = f"{times * run.layout.world_size} GPUs, ZeRO-{stage}, recompute each block"
         yield words, _LEAN | {"dp": times * run.layout.dp, "zero_stage": stage}
-        times *= 2

@@ -32,9 +32,8 @@ def sensitivity(
     rates: Rates,
 ) -> dict[str, tuple[int, float]]:
     """Of each assumption: cells whose fastest run changes, and the largest change of a prediction (a share)."""
-    before = predict_all(cluster, rates)
+    before, changed = predict_all(cluster, rates), {}
     best = fastest(rows, before)
-    changed = {}
     for name in (*RANGES, *Calibration.__dataclass_fields__):
         flips, largest = set(), 0.0
         for factor in (1 - _CHANGE, 1 + _CHANGE):

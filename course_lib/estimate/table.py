@@ -52,10 +52,7 @@ _LORA_RANK = 16
 def run_of(
     row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size, engine: str | EngineFacts = "nanotron"
 ) -> Run:
-    """Make the run of one row, with the engine's states unless the row tells its own.
-
-    Raises   ValueError that says what the row lacks, or why it cannot be
-    """
+    """Make the run of one row, with the engine's states unless the row tells its own."""
     if (name := row.get("model")) not in models:
         raise ValueError(f"model is {name!r}; known: {', '.join(models) or 'presets'}; give others by --models")
     numbers = {column: _whole(row, column) for column in READ}
@@ -127,10 +124,7 @@ def _word(row: Mapping[str, str], column: str, known: Sequence[str]) -> str:
 
 
 def offload_of(text: str) -> Offload:
-    """The record of words such as optimizer-activations, which wait on the host; of "none" or "" nothing does.
-
-    Raises   ValueError for a word that is none
-    """
+    """The record of words such as optimizer-activations, which wait on the host; of "none" or "" nothing does."""
     words = [word for word in text.split("-") if word not in ("", "none")]
     for word in words:
         one_of("offload", word, ("none", "optimizer", "parameters", "activations"))
@@ -138,10 +132,7 @@ def offload_of(text: str) -> Offload:
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """Read a CSV file: the rows by column, whatever the case of its names; lines without a value are left out.
-
-    Raises   ValueError if it is no text, lacks a column or has it twice, or a line is longer than the header
-    """
+    """Read a CSV file: the rows by column, whatever the case of its names; lines without a value are left out."""
     try:
         return _read_rows(path, Path(path).read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -152,11 +143,9 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 def _read_rows(path: str | Path, text: str) -> list[dict[str, str]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", skipinitialspace=True)
-    columns = [
-        name.strip().lower() if name.strip().lower() in KNOWN else name.strip() for name in reader.fieldnames or ()
-    ]
-    missing = [column for column in ("model", *READ) if column not in columns]
-    if missing:
+    names = [name.strip() for name in reader.fieldnames or ()]
+    columns = [name.lower() if name.lower() in KNOWN else name for name in names]
+    if missing := [column for column in ("model", *READ) if column not in columns]:
         raise ValueError(
             f"{path} has no column {', '.join(missing)}; required: model, {', '.join(READ)}, separated by commas; "
             f"found: {', '.join(columns) or 'nothing'}"
@@ -200,8 +189,8 @@ def predict_rows(
 
 def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | EngineFacts) -> list[str]:
     """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
-    gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
-    notes = []
+    gpus, notes = _whole(row, "gpus"), []
+    nodes = ceil(gpus / cluster.gpus_per_node)
     if _whole(row, "nodes") != nodes:
         notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
     if engine_of(engine).name == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):

@@ -23,10 +23,7 @@ Table = Sequence[Sequence[int]]  # [rank][step] -> pairs
 
 @checked
 def pairs(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int]]:
-    """Count the pairs that each rank computes at each step of a ring, for one head of one sequence: table[rank][step].
-
-    Raises   ValueError as `sequence_sharding.check_context`
-    """
+    """Count the pairs that each rank computes at each step of a ring, for one head of a sequence: table[rank][step]."""
     check_context(seq_len, cp_size, sequence_sharding)
     shard_len = seq_len // cp_size
 
@@ -55,14 +52,10 @@ def step_pairs(table: Table) -> list[int]:
 
 @checked
 def share_of_ideal(table: Table) -> float:
-    """Share of the speed that evenly divided work would have (0 to 1), if computing pairs were all that takes time.
-
-    Of a ring, whose step ends with its slowest rank.
-    """
+    """Share of an even division's speed (0 to 1) that a ring has, whose step ends with its slowest rank."""
     return sum(pairs_of_ranks(table)) / len(table) / sum(step_pairs(table))
 
 
 def idle_pairs(table: Table) -> list[list[int]]:
     """What each rank could have computed at each step while it waited for the busiest: table[rank][step]."""
-    longest = step_pairs(table)
-    return [[most - done for most, done in zip(longest, row, strict=True)] for row in table]
+    return [[most - done for most, done in zip(step_pairs(table), row, strict=True)] for row in table]

@@ -1,8 +1,5 @@
 """Which layouts are refused, and why: one small check for each reason, and the nearest numbers that would be possible.
 
-    check_layout(layout)                             what no model could do
-    check_layout_and_model(layout, config, seq_len)  what this model does not allow, or this engine does not do
-
 A check says which numbers do not fit. Which ones would is not written into each: it is looked for, by trying the fields
 that the check names, nearest values first, until one passes all checks.
 """
@@ -21,7 +18,7 @@ from course_lib.layout.experts import check_expert_parallel
 from course_lib.layout.mesh import AXES, check_ep_size, check_order, check_replicas
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
-from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
+from course_lib.schedules import SCHEDULES, check_request
 
 if TYPE_CHECKING:  # layout/record.py imports this file
     from course_lib.layout.record import Layout
@@ -45,7 +42,7 @@ BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises ValueError if no model could lie so: what does not fit, why, and the nearest that would."""
+    """Raises ValueError if no model could lie so."""
     _raise_first(layout, _LAYOUT_CHECKS)
 
 
@@ -91,15 +88,10 @@ def _tokens_of_tp(layout: Layout) -> str | None:
 
 
 def _replicas(layout: Layout) -> str | None:
-    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate, _fold(layout))
+    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate, layout.fold)
     if layout.dp_replicate > 1 and layout.zero_stage == 0:
         made = f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards"
         return f"{made}, but zero_stage (0) shards nothing"
-
-
-def _fold(layout: Layout) -> int:
-    """How many ranks of tp experts are spread over."""
-    return layout.tp if layout.folded else 1
 
 
 def _regather(layout: Layout) -> str | None:
@@ -126,7 +118,7 @@ def _split_with_zero(layout: Layout) -> str | None:
 
 
 def _layers_of_stage(layout: Layout) -> str | None:
-    layers, stages = layout.layers_of_stage, layout.pp * _stages_of_rank(layout)
+    layers, stages = layout.layers_of_stage, layout.num_stages
     if layers is None:
         return None
     if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 0 for count in layers):
@@ -136,16 +128,12 @@ def _layers_of_stage(layout: Layout) -> str | None:
         return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
 
 
-def _stages_of_rank(layout: Layout) -> int:
-    return stages_per_rank(layout.schedule, layout.v)
-
-
 _LAYOUT_CHECKS: list[Check] = [
     *[(partial(_size, name), (name,)) for name in SIZES],
     *[(partial(_choice, name), (name,)) for name in CHOICES],
     (lambda of: check_order(of.order), ("order",)),
     (_expert_tp, ("expert_tp",)),
-    (lambda of: check_ep_size(of.dp, of.cp, of.ep, _fold(of)), ("ep",)),
+    (lambda of: check_ep_size(of.dp, of.cp, of.ep, of.fold), ("ep",)),
     (_tokens_of_tp, ("sequence_parallel", "ep")),
     (_replicas, ("dp_replicate", "zero_stage")),
     (_regather, ("regather", "sequence_parallel")),
@@ -185,26 +173,23 @@ def _heads_for_ulysses(config: ModelConfig, layout: Layout) -> str | None:
 
 def _experts(config: ModelConfig, layout: Layout) -> str | None:
     if config.moe is not None:
-        fold, cut = _fold(layout), 1 if layout.folded else layout.tp
-        check_expert_parallel(config, layout.data_size * fold, layout.ep, cut, None, layout.expert_method)
+        cut, method = 1 if layout.folded else layout.tp, layout.expert_method
+        check_expert_parallel(config, layout.data_size * layout.fold, layout.ep, cut, None, method)
     elif layout.ep > 1:
         return f"ep ({layout.ep}) spreads experts, but {config.name} has 0 of them"
 
 
 def _stages(config: ModelConfig, pp: Callable[[Layout], int], layout: Layout) -> str | None:
-    each, has, need = (
-        _stages_of_rank(layout),
-        f"{config.name} has {config.num_layers} layers",
-        "and each stage needs one",
-    )
+    each, has = layout.stages_per_rank, f"but {config.name} has {config.num_layers} layers"
     if pp(layout) * each > config.num_layers and not layout.layers_of_stage:
+        told = f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, {has}"
         if pp(layout) == 1:
-            return f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {has} in all, {need}"
-        return f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {has}, {need}"
+            told = f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, {has} in all"
+        return f"{told}, and each stage needs one"
 
 
 def _tied_ends(config: ModelConfig, layout: Layout) -> str | None:
-    together = layout.schedule in ("zbv", "dualpipe_v") or (layout.pp == 1 and _stages_of_rank(layout) > 1)
+    together = layout.schedule in ("zbv", "dualpipe_v") or layout.pp == 1 < layout.stages_per_rank
     if config.tied and layout.zero_stage and together:
         return (
             f"{config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into two "
@@ -250,9 +235,8 @@ def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check
 # --- the first that fails, and what is nearest to it
 
 
-def _raise_first(
-    layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None, passed: int = 0
-) -> None:  # the first so many checks a layout passed when it was made
+def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None, passed: int = 0) -> None:
+    """passed: so many of the checks a layout passed when it was made."""
     for index, (check, names) in enumerate(checks[passed:], passed):
         refusal = _refusal(check, layout)
         if refusal and _NEAREST not in refusal:
@@ -293,7 +277,7 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
     if name == "expert_tp":
         return [[1, layout.tp]]
     if name == "layers_of_stage":
-        stages = layout.pp * _stages_of_rank(layout)
+        stages = layout.num_stages
         total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
         return [[tuple(even_layers(total, stages))] if total >= stages else [None]]
     close = difflib.get_close_matches(str(value), map(str, CHOICES[name]), n=1)

@@ -1,7 +1,6 @@
 """Which rank has which experts of a layer, and which sizes are possible.
 
 layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
-layout.experts_per_rank, layout.node_of_rank(9), layout.relay(src=3, node=1)
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows trav
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Which rank has which experts: E / ep neighbours each; ranks_per_node ranks share a node (None: all do).
-
-    Raises   ValueError where the sizes do not divide
-    """
+    """Which rank has which experts: E / ep neighbours each; ranks_per_node ranks share a node (None: all do)."""
 
     num_experts: Size
     ep_size: Size = 1
@@ -95,10 +91,7 @@ def check_expert_parallel(
     ranks_per_node: Size | None = None,
     method: str = "plain",
 ) -> ExpertLayout:
-    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.
-
-    Raises   ValueError for a model without experts, sizes or heads that do not divide, or a method that does not fit
-    """
+    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts."""
     if config.moe is None:
         raise ValueError(
             f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"

@@ -9,7 +9,6 @@
     shard           with replicas (HSDP): neighbours in data who have one replica together, each a shard of it
     replicate       and the ranks at my place in the other replicas, who have the same shard; of experts likewise
 
-Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. `groups.py` makes the groups of processes.
 By default the tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline
 axis is outermost: it talks least. (Narayanan et al. 2021, arXiv:2104.04473, section 3; Ultra-Scale Playbook, "5D
 parallelism")
@@ -31,7 +30,6 @@ class Mesh:
     """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
 
     order    the axes, outermost first; the formula is that of the default
-    Raises   ValueError if a size is not a whole number of 1 or more, or `order` is no order of the four axes
     """
 
     pp: Size = 1
@@ -61,22 +59,21 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the mesh has: the product of its axes."""
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits: its index along each axis."""
-        self._check_rank(rank)
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank ({rank}) must be one of 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
+            )
         index_by_axis = {}
         for axis in reversed(self.order):
             rank, index_by_axis[axis] = divmod(rank, getattr(self, axis))
         return {axis: index_by_axis[axis] for axis in self.order}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank that sits at these coordinates; an axis of size 1 may be left out.
-
-        Raises   ValueError if an axis is unknown, missing, or an index is outside it
-        """
+        """The rank that sits at these coordinates; an axis of size 1 may be left out."""
         for axis in coordinates:
             _check_axis(axis)
         rank = 0
@@ -102,8 +99,7 @@ class Mesh:
 
     def data_ranks(self, rank: int) -> list[int]:
         """The ranks that differ from `rank` in dp and cp only, itself included, in order."""
-        inner, outer = sorted(("dp", "cp"), key=lambda axis: self.strides[axis])
-        return [other for first in self.ranks_along(outer, rank) for other in self.ranks_along(inner, first)]
+        return sorted(other for one in self.ranks_along("dp", rank) for other in self.ranks_along("cp", one))
 
     def expert_ranks(self, rank: int, folded: bool = False) -> list[int]:
         """The ranks over which experts are spread, in order: those of data, folded also those of their tp groups."""
@@ -114,7 +110,6 @@ class Mesh:
         """The ranks of each group that `rank` is in, by axis of ALL_AXES, with replicas also of REPLICA_AXES.
 
         folded   experts are spread over tp's ranks too
-        Raises   ValueError if ep_size does not divide dp x cp (folded: dp x cp x tp), or replicas what remains
         """
         fold = self.tp if folded else 1
         check_ep_size(self.dp, self.cp, ep_size, fold)
@@ -137,12 +132,6 @@ class Mesh:
         first_ranks = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
         return [self.ranks_along(axis, rank) for rank in first_ranks]
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank ({rank}) must be one of 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
-            )
-
 
 def _check_axis(axis: str) -> None:
     if axis not in AXES:
@@ -163,10 +152,7 @@ def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list
 
 
 def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size = 1) -> None:
-    """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does.
-
-    fold   how many ranks of tp experts are spread over beside data
-    """
+    """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does."""
     product, sizes, size = _carved(dp, cp, fold)
     if size // ep_size % replicas or dp * cp % replicas:
         raise ValueError(
@@ -215,7 +201,6 @@ def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1, folded: b
     """What the groups of each axis of ALL_AXES use, if ranks 0 .. ranks_per_node - 1 share a node, and so on.
 
     Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
-    Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp (folded: dp x cp x tp)
     """
     of_rank_0, experts = mesh.members(0, ep_size, folded=folded), mesh.expert_ranks(0, folded)
     shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
@@ -229,11 +214,8 @@ def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1, folded: b
             links[axis] = AxisLinks(1, 1, 1, "none")
             continue
         firsts = _places_in_node(mesh, own_axes.get(axis, ("dp", "cp", "tp")[: 2 + folded]), ranks_per_node)
-        counts = [
-            Counter([(first + rank) // ranks_per_node for rank in group]).values()
-            for group in groups
-            for first in firsts
-        ]
+        starts = [(group, first) for group in groups for first in firsts]
+        counts = [Counter([(first + rank) // ranks_per_node for rank in group]).values() for group, first in starts]
         in_node, nodes, shared = min(map(min, counts)), max(map(len, counts)), max(map(max, counts)) > 1
         kind = "node" if nodes == 1 else "both" if shared else "network"
         links[axis] = AxisLinks(size, in_node, nodes, kind)

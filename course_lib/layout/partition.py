@@ -22,12 +22,12 @@ def piece_sizes(size: Count, parts: Size) -> list[int]:
 def check_heads(num_heads: Size, num_kv_heads: Size, tp: Size) -> None:
     """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
     N, K = num_heads, num_kv_heads
-    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-    advice = f"choose tp from {', '.join(map(str, fitting))}"
-    if N % tp:
-        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
-    if K % tp and tp % K:
-        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
+    if N % tp or (K % tp and tp % K):
+        fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
+        wrong = f"num_heads ({N}) must be divisible by tp ({tp})"
+        if N % tp == 0:
+            wrong = f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it"
+        raise ValueError(f"{wrong}; choose tp from {', '.join(map(str, fitting))}")
 
 
 @checked(tp_size=Size)
@@ -41,10 +41,7 @@ def kv_replication(config: ModelConfig, tp_size: int) -> int:
 
 @checked
 def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
-    """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more.
-
-    Raises   ValueError if a stage would have none
-    """
+    """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more."""
     check_num_stages(num_layers, num_stages)
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
@@ -52,10 +49,8 @@ def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
 def layers_by_cost(config: ModelConfig, num_stages: Size, head_cost: Amount = 0.95) -> list[int]:
     """Layers of each stage as nanotron cuts a model: a stage is full once it has its share of the parameters.
 
-    The head counts, and so the last stages have fewer layers; of many stages some have none.
     head_cost   of the head's parameters that count: over 16 stages the last one has it alone
-
-    Source   nanotron, models/llama.py, get_block_compute_costs
+    Source      nanotron, models/llama.py, get_block_compute_costs
     """
     D, H = config.d_model, config.head_dim
     layer = 2 * D * H * (config.num_heads + config.num_kv_heads) + 3 * D * config.d_ff
@@ -73,7 +68,6 @@ def layers_by_cost(config: ModelConfig, num_stages: Size, head_cost: Amount = 0.
 def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
     """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
 
-    Raises   ValueError if that does not come out even
     Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
     """
     check_num_stages(num_layers, num_stages)
@@ -134,14 +128,9 @@ def check_ulysses(num_heads: Size, num_kv_heads: Size, cp_size: Size) -> None:
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if heads % cp_size:
             fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
+            inner = max(size for size in fitting if cp_size % size == 0)  # a ring outside makes more ranks possible
+            both = f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" * (inner > 1)
             raise ValueError(
                 f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
-                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
-                + _both_together(fitting, cp_size)
+                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit{both}'
             )
-
-
-def _both_together(fitting: list[int], cp_size: int) -> str:
-    """How a ring outside makes more ranks possible, as an end of the message."""
-    inner = max(size for size in fitting if cp_size % size == 0)
-    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""

@@ -1,18 +1,14 @@
 """A layout: how a training run lies on its ranks, as one frozen record that is checked when it is made.
 
-    layout = Layout(dp=4, tp=2, pp=2, zero_stage=1, schedule="interleaved", v=2, micro_batches=4)
-    layout.world_size, layout.num_stages                # 16, 4
-    layout.check_model(preset("toy"), seq_len=64)       # whether this model can lie so
-    Layout.parse("dp=4,tp=2,zero_stage=1"); str(layout)       # the form of a command line, there and back
+Layout.parse("dp=4,tp=2,zero_stage=1"); str(layout)       # the form of a command line, there and back
+layout.check_model(preset("toy"), seq_len=64)             # whether this model can lie so
 
-    ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp, folded out of data x tp
-    data        what is not an expert has its gradients summed over data; ZeRO shards over the same ranks
-    expert_dp   data / ep ranks have the same experts: their gradients are summed over these
-    folded      whole experts, spread over data x tp = world / pp; expert_dp is then world / (ep x pp). Megatron-Core
-                calls it parallel folding: expert-tensor-parallel size 1
-    a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
-
-What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout/check.py says why.
+ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp, folded out of data x tp
+data        what is not an expert has its gradients summed over data; ZeRO shards over the same ranks
+expert_dp   data / ep ranks have the same experts: their gradients are summed over these
+folded      whole experts, spread over data x tp = world / pp; expert_dp is then world / (ep x pp). Megatron-Core
+            calls it parallel folding: expert-tensor-parallel size 1
+a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 """
 
 from __future__ import annotations
@@ -22,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from course_lib.config import ModelConfig
-from course_lib.layout.check import BETWEEN_ITEMS, as_text, check_layout, check_layout_and_model
+from course_lib.layout.check import BETWEEN_ITEMS, SPLIT_BACKWARD, as_text, check_layout, check_layout_and_model
 from course_lib.layout.mesh import AXES, Mesh
-from course_lib.schedules import stages_per_rank
+from course_lib.schedules import placement, stages_per_rank
 from course_lib.validate import Size, checked
 
 
@@ -100,9 +96,14 @@ class Layout:
         return self.tp > 1 and (self.ep > self.data_size if self.expert_tp is None else self.expert_tp == 1)
 
     @property
+    def fold(self) -> int:
+        """Ranks of tp over which experts are spread."""
+        return self.tp if self.folded else 1
+
+    @property
     def expert_dp(self) -> int:
         """Ranks that have the same experts."""
-        return self.data_size * (self.tp if self.folded else 1) // self.ep
+        return self.data_size * self.fold // self.ep
 
     @property
     def shard_size(self) -> int:
@@ -133,6 +134,20 @@ class Layout:
         return self.pp * self.stages_per_rank
 
     @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """Which rank of the pipeline has each stage."""
+        return placement(self.schedule, self.pp, self.v)
+
+    def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of one rank of the pipeline, in the model's order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == pp_rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule does a backward in two parts, I and W."""
+        return self.schedule in SPLIT_BACKWARD
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences of one step, of all ranks together."""
         return self.dp * self.micro_batch * self.micro_batches
@@ -151,10 +166,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From "dp=2,tp=2,schedule=interleaved,v=2,sequence_parallel=true,layers_of_stage=3-5,order=pp-cp-dp-tp".
-
-        Raises   ValueError for an unknown or repeated name, or a value that cannot be read; then as `Layout`
-        """
+        """From "dp=2,tp=2,schedule=interleaved,v=2,sequence_parallel=true,layers_of_stage=3-5,order=pp-cp-dp-tp"."""
         values: dict[str, object] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -172,10 +184,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Layout:
-        """From what `to_dict` gave; what is left out is the choice of one process.
-
-        Raises   ValueError for a name that a layout does not have; then as `Layout`
-        """
+        """From what `to_dict` gave; what is left out is the choice of one process."""
         for name in values:
             _check_name(name)
         return cls(**values)
@@ -198,17 +207,17 @@ def _check_name(name: str) -> None:
 def _from_text(name: str, text: str) -> object:
     """The value of that name, of the type that it has in a layout."""
     default = DEFAULTS[name]
+    if default is None and text.lower() == "none":
+        return None
     if isinstance(default, bool):
         if text.lower() not in _TRUTH:
             raise ValueError(f"{name} is {text!r}; write true or false")
         return _TRUTH[text.lower()]
     if isinstance(default, int) or name == "expert_tp":
-        return None if text.lower() == "none" and default is None else _whole(name, text)
-    if name == "order":
-        return tuple(text.split(BETWEEN_ITEMS))
+        return _whole(name, text)
     if name == "layers_of_stage":
-        return None if text.lower() == "none" else tuple(_whole(name, part) for part in text.split(BETWEEN_ITEMS))
-    return text
+        return tuple(_whole(name, part) for part in text.split(BETWEEN_ITEMS))
+    return tuple(text.split(BETWEEN_ITEMS)) if name == "order" else text
 
 
 def _whole(name: str, text: str) -> int:

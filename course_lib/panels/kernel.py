@@ -38,8 +38,4 @@ def _draw(rows: int, d_model: int, tile_m: int, tile_n: int, precision: str) -> 
     return [bars(title, shown, "seconds")], " ".join(said)
 
 
-TILES = Panel(
-    "A product by tiles",
-    controls(rows=4096, d_model=4096, tile_m=128, tile_n=128, precision="bf16"),
-    _draw,
-)
+TILES = Panel("A product by tiles", controls(rows=4096, d_model=4096, tile_m=128, tile_n=128, precision="bf16"), _draw)

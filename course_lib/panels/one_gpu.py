@@ -176,9 +176,7 @@ def _magnitudes(**ranges: tuple[int, int, float]) -> dict[str, Control]:
 
 
 PRECISION = Panel(
-    "A weight and an update in three formats",
-    _magnitudes(weight=(-8, 5, 1.0), update=(-12, 5, 1e-3)),
-    _draw_precision,
+    "A weight and an update in three formats", _magnitudes(weight=(-8, 5, 1.0), update=(-12, 5, 1e-3)), _draw_precision
 )
 
 # ------------------------------------------------------------------------------------ eight bits

@@ -125,11 +125,7 @@ class ExpertParallel(ModelEngine):
 
 
 def build(
-    model: nn.Module,
-    group: Group,
-    ep_size: int | None = None,
-    method: str = "plain",
-    ranks_per_node: int | None = None,
+    model: nn.Module, group: Group, ep_size: int | None = None, method: str = "plain", ranks_per_node: int | None = None
 ) -> ExpertParallel:
     """Cuts the model in place; returns the engine. Every rank brings the same weights: `model.build` with one seed.
 

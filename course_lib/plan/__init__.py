@@ -8,9 +8,6 @@ explain.py       why: fit, batch, throughput
 techniques.py    what each technique splits and sends, its layout of a job; the table of the index
 sheet.py         one job of the learner's through all chapters: what each technique would hold, send, wait for
 config_files.py  a layout as other programs' files, or why one cannot do it
-
-    found = search(Job(preset("llama-3.1-8b"), cluster, 512, seq_len=8192, batch_tokens=4_194_304))
-    found.best.run.layout, found.best.mfu, found.best.memory_bytes
 """
 
 from course_lib.plan.config_files import export

@@ -1,8 +1,5 @@
 """A layout in the words of other programs: configuration files that are ready, or the reason why one cannot do it.
 
-    files, refused = export(option, gpus_per_node=8)   # {"torchtitan.toml": "...", ...}, {"nanotron.yaml": "why", ...}
-    write(deepspeed(stage=3, micro_batch_size=1, offload=Offload(optimizer="host")), "zero3.json")
-
 Nothing is left out: a choice that a program does not have is a refusal. Steps, learning rate, data and tokenizer are
 for you to add. What each file can say, its words for recipes and schedules, and their sources: engines.toml. Their
 texts: course_lib/templates/.
@@ -259,14 +256,14 @@ def _megatron(run: Run, gpus_per_node: int) -> str:
 
 def _nanotron(run: Run, gpus_per_node: int) -> str:
     """Return nanotron's YAML: the sections that lay out a run."""
-    layout = run.layout
+    layout, piped = run.layout, run.layout.pp > 1
     return _fill(
         "nanotron.yaml",
         run,
         gradients=_need(ENGINES["nanotron"].file, run),
-        piped=layout.pp > 1,
+        piped=piped,
         positions=max(run.config.max_seq_len, run.seq_len),
-        pp_engine=layout.schedule if layout.pp > 1 else "1f1b",
+        pp_engine=layout.schedule if piped else "1f1b",
         full=layout.recompute == "full",
         tp_mode="REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
     )
@@ -278,10 +275,7 @@ Stage, Precision = Literal[0, 1, 2, 3], Literal["fp32", "bf16", "fp16"]
 
 
 def _offloaded(stage: Stage, offload: Offload, nvme_path: str) -> dict:
-    """DeepSpeed's fields; pinned memory on the host's side: the GPU copies from it without the processor.
-
-    Raises   ValueError where DeepSpeed would fail, or leave the data where it is without a word
-    """
+    """DeepSpeed's fields, where it would not fail, or leave the data where it is without a word."""
     if offload.parameters != "device" and stage != 3:
         raise ValueError(f"offloading parameters moves their shards, which only stage 3 has, got stage {stage}")
     if offload.optimizer != "device" and stage == 0:
@@ -312,9 +306,7 @@ def deepspeed(
     micro_batch_size    sequences a rank works on at once; the global batch is this x accumulation_steps x ranks
     nvme_path           a folder on the local disk, where something waits on disk
     sizes               of messages, in elements, by DeepSpeed's names, in place of its own defaults
-
-    Raises   ValueError for a choice that DeepSpeed does not know, or would not honour at this stage
-    Source   DeepSpeed's configuration reference, "ZeRO Optimizations for FP16 Training"
+    Source              DeepSpeed's configuration reference, "ZeRO Optimizations for FP16 Training"
     """
     numbers = {"micro_batch": micro_batch_size, "micro_batches": accumulation_steps, "clip_norm": clip_norm}
     is_16 = {"fp16": precision == "fp16", "bf16": precision == "bf16", "in_16_bits": precision != "fp32"}
@@ -325,7 +317,6 @@ def deepspeed(
 
 
 def _deepspeed_json(run: Run, gpus_per_node: int) -> str:
-    """DeepSpeed's JSON of a run."""
     layout, file = run.layout, ENGINES["deepspeed"].file
     summed_apart = "grad_accum_dtype" in file.recipes.get(recipe_of(run.recipe).name, {})
     fields = _need(file, run, {"FP32 gradients without ZeRO": summed_apart and layout.zero_stage == 0})
@@ -346,11 +337,7 @@ def accelerate_fsdp2(
     recompute: bool = False,
     machines: Size = 1,
 ) -> dict:
-    """Accelerate's YAML for FSDP2.
-
-    wrap        names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
-    recompute   activation checkpointing of each unit
-    """
+    """Accelerate's YAML for FSDP2; `wrap` names the classes whose instances are units and are recomputed."""
     if not wrap or any("," in name for name in wrap):
         raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
     fields = {"reshard_after_forward": reshard_after_forward, "recompute": recompute, "wrap": ",".join(wrap)}
@@ -394,7 +381,6 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
 
 
 def _accelerate_deepspeed(run: Run, gpus_per_node: int) -> str:
-    """Accelerate's YAML that leaves all to DeepSpeed's JSON."""
     _deepspeed_json(run, gpus_per_node)  # what it refuses
     machines, layout = nodes_of(run.layout.world_size, gpus_per_node), run.layout
     fields = accelerate_deepspeed_file("deepspeed.json", layout.world_size, layout.zero_stage == 3, machines)
@@ -443,8 +429,7 @@ WRITERS = {  # of each file the engine that reads it, and its text of a run on n
 
 def write(config: dict, path: str | Path) -> Path:
     """Writes .json or .yaml, by the name's ending; returns the path."""
-    path = Path(path)
-    if path.suffix not in (".json", ".yaml", ".yml"):
+    if (path := Path(path)).suffix not in (".json", ".yaml", ".yml"):
         raise ValueError(f"{path.name} ends in {path.suffix!r}; choose .json (DeepSpeed) or .yaml (Accelerate)")
     path.write_text(json.dumps(config, indent=2) + "\n" if path.suffix == ".json" else _yaml(config), encoding="utf-8")
     return path

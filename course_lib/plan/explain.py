@@ -48,34 +48,25 @@ def _fit(plan: Plan) -> list[str]:
     again = _RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
     few, most = (size / GB for size in best.memory_range)
-    return [
-        *lines,
-        f"   The fullest GPU needs {best.memory_in_words}: {best.room}.",
-        f"   Nine in ten such runs needed {few:.1f} to {most:.1f} GB.",
-    ]
+    lines.append(f"   The fullest GPU needs {best.memory_in_words}: {best.room}.")
+    return [*lines, f"   Nine in ten such runs needed {few:.1f} to {most:.1f} GB."]
 
 
 def _batch(plan: Plan) -> list[str]:
     job, layout = plan.job, plan.best.layout
-    return [
+    lines = [
         f"2. Batch. dp {layout.dp} x micro-batch {layout.micro_batch} x {layout.micro_batches} micro-batches = "
         f"{job.sequences:,} sequences,",
         f"   and {job.sequences:,} x {job.seq_len:,} tokens are {job.batch_tokens:,} tokens a step.",
-        *_no_plain_data(plan),
     ]
-
-
-def _no_plain_data(plan: Plan) -> list[str]:
-    """Why dp over all GPUs, the simplest layout, is not among them."""
-    job = plan.job
     low = job.sequences // job.num_gpus * job.num_gpus
-    if low == job.sequences:
-        return []
-    choose = " or ".join(f"{each:,}" for each in (low, low + job.num_gpus) if each)
-    return [
-        f"   dp {job.num_gpus} alone is not possible: {job.sequences:,} sequences are no multiple of {job.num_gpus:,} "
-        f"GPUs; {choose} would be."
-    ]
+    if low < job.sequences:  # why dp over all GPUs, the simplest layout, is not among them
+        choose = " or ".join(f"{each:,}" for each in (low, low + job.num_gpus) if each)
+        lines.append(
+            f"   dp {job.num_gpus} alone is not possible: {job.sequences:,} sequences are no multiple of "
+            f"{job.num_gpus:,} GPUs; {choose} would be."
+        )
+    return lines
 
 
 def _throughput(plan: Plan) -> list[str]:
@@ -84,12 +75,11 @@ def _throughput(plan: Plan) -> list[str]:
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
     less = 1 - best.tokens_per_s / plan.fastest.tokens_per_s
     slow, fast = best.speed_range
-    chosen = (
+    chosen = [
         f"   The fastest is predicted {less:.1%} faster: less than a model can tell. Chosen among such: not tight, a "
         "large micro-batch, few axes, little ZeRO."
-    )
-    return [
-        *([chosen] if less >= 0.0005 else []),
+    ]
+    return chosen * (less >= 0.0005) + [
         f"3. Throughput. A step takes {best.step_s:.2f} s (modelled): {told}.",
         f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU; nine "
         f"in ten such runs: {slow:,.0f} to {fast:,.0f}.",
@@ -111,8 +101,7 @@ def changes(best: Estimate, layout) -> str:
 
 @checked
 def options_table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
-    """A line for each layout: memory, room, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
-    there in any case."""
+    """A line for each layout, the chosen one marked: memory, room, MFU, tokens/s, what it waits for most."""
     lines = ["        GB  room       MFU  tokens/s/GPU  waits most for          layout"]
     for option in options if chosen is None or chosen in options else [*options, chosen]:
         waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in _WORK}

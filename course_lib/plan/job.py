@@ -27,8 +27,6 @@ class Job:
     recipe         dtypes of the states, a name of `memory.states.RECIPES`; the engine's usual one where it has not this
     engine         a name of `ENGINES`: who trains it
     optimizer, lora, offload, attention, loss_chunks, fp8   as `Run` has them
-
-    Raises   ValueError where GPUs do not fill nodes, or tokens no sequences
     """
 
     config: ModelConfig
@@ -64,14 +62,10 @@ class Job:
 
     @property
     def facts(self) -> EngineFacts:
-        """The record of the engine."""
         return ENGINES[self.engine]
 
     def run(self, layout: Layout) -> Run:
-        """Return the run of this job under a layout.
-
-        Raises   ValueError if the model, the optimizer, adapters or offload do not go with it
-        """
+        """Return the run of this job under a layout."""
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
         recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
@@ -83,8 +77,7 @@ class Job:
 def work_out(job: Job, layout: Layout) -> Estimate:
     """Estimate one layout of a job: the fullest rank of its pipeline, and a step.
 
-    Raises   ValueError if the layout has other GPUs or another global batch than the job, if the job's model cannot lie
-             so, or its engine has no such runs
+    Raises   ValueError if the layout has other GPUs or another global batch than the job
     """
     if layout.world_size != job.num_gpus:
         raise ValueError(

@@ -57,10 +57,7 @@ def measured_job(model: Literal[tuple(MODELS)], num_gpus: Size) -> Job:
 
 @checked
 def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -> list[MeasuredRun]:
-    """Return a model's measured runs on so many GPUs, fastest first; without a number on any.
-
-    Raises   ValueError if none was measured there
-    """
+    """Return a model's measured runs on so many GPUs, fastest first; without a number on any."""
     of_model = [run for run in _all_runs() if run.model == model]
     found = [run for run in of_model if num_gpus in (None, run.num_gpus)]
     if not found:

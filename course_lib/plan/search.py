@@ -20,14 +20,13 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import stage_of
 from course_lib.memory.budget import overheads_of
-from course_lib.memory.flats import placed_by
 from course_lib.memory.peak import instants
 from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.timing.exchange import numel_of_rank
 from course_lib.timing.layer import stages_of
-from course_lib.timing.step import least_waiting_slots, step_time
+from course_lib.timing.step import StepTime, least_waiting_slots, step_time
 from course_lib.validate import Size, checked
 
 ENOUGH = 16  # layouts of a list
@@ -66,7 +65,6 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     """Find the fastest layouts of a job that fit its GPUs.
 
     enough   so many are ranked, more where they cannot be told from the fastest
-    Raises   ValueError if no layout divides, or none fits
     """
     ranked, lost, num_tried = _fastest_first(job, enough)
     if not num_tried:
@@ -144,14 +142,11 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
             except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
 
-    def layers_s(job: Job, shape: Layout) -> float:
+    def least(shape: Layout) -> float:
         key = tuple(getattr(shape, name) for name in _DECIDE_LAYERS)
         if key not in known_s:
             known_s[key] = _layers_s(job, shape)
-        return known_s[key]
-
-    def least(shape: Layout) -> float:
-        return least_s(job, shape, layers_s)
+        return least_s(job, shape, known_s[key])
 
     wait(shapes(job), least, is_shape=True)
     while waiting:
@@ -160,7 +155,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
             break
         heappop(waiting)
         if is_shape:
-            wait(sharded(job, layout), lambda one: sum(_seconds_of(job, one).values()), is_shape=False)
+            wait(sharded(job, layout), lambda one: _step_time(job, one).total_s, is_shape=False)
             wait(leaner(job, layout), least, is_shape=True)
         elif (option := work_out(job, layout)).fits:
             found.append(option)
@@ -183,31 +178,29 @@ def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
     return bound_s > seconds[0] / (1 - TOLD_APART) and len(seconds) >= enough and bound_s >= seconds[enough - 1]
 
 
-def least_s(job: Job, layout: Layout, layers_s=None) -> float:
+def least_s(job: Job, layout: Layout, layers_s: float | None = None) -> float:
     """Seconds that a step takes at least: the work of all layers, spread over the pipeline's ranks as well as can be.
 
     Of 1F1B rank r has m micro-batches to do, and the stages before it one: with c_r for a micro-batch on rank r a step
     takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are equal, and then is the sum
     of all c over 1 - (1 - 1/m)^pp. Of other schedules the waits of equal stages are known.
     """
-    one_s, m = (layers_s or _layers_s)(job, layout), layout.micro_batches
+    one_s, m = layers_s or _layers_s(job, layout), layout.micro_batches
     if layout.schedule == "1f1b":
         return one_s / (1 - (1 - 1 / m) ** layout.pp)
     return (m + least_waiting_slots(layout.schedule, layout.pp, layout.v)) * one_s / layout.pp
 
 
-def _seconds_of(job: Job, layout: Layout) -> dict[str, float]:
-    """Seconds of a step by part, as its estimate has them, without its memory, which takes longer to work out."""
-    return step_time(job.run(layout), job.cluster, job.engine).parts
-
-
 def _layers_s(job: Job, layout: Layout) -> float:
     """Seconds of all layers on one stage, for one micro-batch."""
-    among = layout.cp * (layout.tp if layout.folded else 1)
-    dp = layout.ep // gcd(layout.ep, among)
+    dp = layout.ep // gcd(layout.ep, layout.cp * layout.fold)
     alike = {"zero_stage": _least_zero(job), "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
     alone = replace(layout, pp=1, dp=dp, **alike)
-    return sum(seconds for part, seconds in _seconds_of(job, alone).items() if part in OF_LAYERS)
+    return sum(seconds for part, seconds in _step_time(job, alone).parts.items() if part in OF_LAYERS)
+
+
+def _step_time(job: Job, layout: Layout) -> StepTime:
+    return step_time(job.run(layout), job.cluster, job.engine)
 
 
 def is_refused(job: Job, layout: Layout) -> bool:
@@ -249,14 +242,13 @@ def _part(job: Job, shape: Layout) -> Part:
 
 @lru_cache(maxsize=4096)
 def _numel(job: Job, shape: Layout, rank: int) -> tuple[float, float]:
-    run = _part(job, shape).run
-    return numel_of_rank(run, stages_of(run, job.facts), rank)
+    return numel_of_rank(_part(job, shape).run, stages_of(_part(job, shape).run, job.facts), rank)
 
 
 @lru_cache(maxsize=4096)
 def _saved_bytes(job: Job, shape: Layout, rank: int) -> int:
     """What all micro-batches in flight saved for their backward, where it begins."""
-    stages = {stage: stage_of(_part(job, shape), stage).total for stage in placed_by(shape).stages_of_rank(rank)}
+    stages = {stage: stage_of(_part(job, shape), stage).total for stage in shape.stages_of_rank(rank)}
     return max(
         sum((now.saved[one] + (one == now.stage)) * size for one, size in stages.items())
         for now in instants(shape, rank)

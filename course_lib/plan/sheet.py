@@ -50,13 +50,7 @@ _CUTS_WAITING = {  # what a step waits for most -> what makes it less
 
 @dataclass(frozen=True)
 class Choice(Checked):
-    """What a learner trains, in words, as the file has it.
-
-    model          a preset's name, or a Hugging Face config.json
-    gpu, network   as `course plan` names them
-    per_node       GPUs of a node; gpus at most those of one node need not fill it
-    decided        layouts decided on, the newest last
-    """
+    """What a learner trains, in words, as the file has it; the newest of the layouts decided on stands last."""
 
     model: str = "llama-3.1-8b"
     gpus: Size = 16
@@ -68,10 +62,7 @@ class Choice(Checked):
     decided: tuple[str, ...] = ()
 
     def job(self, gpus: int | None = None) -> Job:
-        """Return it as the planner takes it; with other GPUs, all else the same.
-
-        Raises   ValueError for names that are not known, and as `Job`
-        """
+        """Return it as the planner takes it; with other GPUs, all else the same."""
         cluster = cluster_of(gpu(self.gpu), self.network, per_node=self.per_node)
         config = read_model(self.model, self.seq_len).config
         return Job(config, cluster, gpus or self.gpus, self.seq_len, self.batch_tokens)
@@ -132,26 +123,17 @@ class Sheet:
         print(_HEAD, *(row.line() for row in rows), next_step(rows), sep="\n")
 
     def decide(self, layout: str) -> Sheet:
-        """Keep a layout of the learner's own; return the sheet with it.
-
-        Raises   ValueError if the job cannot be trained so
-        """
+        """Keep a layout of the learner's own, if the job can be trained so; return the sheet with it."""
         work_out(self.choice.job(), Layout.parse(layout))
         return _kept(replace(self, choice=replace(self.choice, decided=(*self.choice.decided, layout))))
 
     def plan(self) -> Estimate:
-        """Return the plan that the sheet has become: the layout decided last, else the planner's first.
-
-        Raises   ValueError if nothing was decided and no layout fits
-        """
+        """Return the plan that the sheet has become: the layout decided last, else the planner's first."""
         job, decided = self.choice.job(), self.choice.decided
         return work_out(job, Layout.parse(decided[-1])) if decided else search(job).best
 
     def compare_with_fastest(self, layout: Layout) -> str:
-        """Say whether a layout fits the job, and which share of the fastest layout's speed it reaches.
-
-        Raises   ValueError if the job cannot be trained so, or no layout fits
-        """
+        """Say whether a layout fits the job, and which share of the fastest layout's speed it reaches."""
         one, fastest = work_out(self.choice.job(), layout), search(self.choice.job(), enough=1).fastest
         said = f"{self.choice.model} on {self.choice.gpus} GPUs, {layout}: {one.memory_bytes / GB:.1f} GB, {one.room}"
         share = fastest.step_s / one.step_s
@@ -184,12 +166,9 @@ def next_step(rows: list[Row]) -> str:
     fitting = [row for row in told if row.estimate.room == "fits"]
     if not fitting:
         nearest = min(told, key=lambda row: row.estimate.memory_bytes)
-        sizes = nearest.estimate.bytes_by_kind
+        one, sizes = nearest.estimate, nearest.estimate.bytes_by_kind
         kind = max(sizes, key=sizes.get)
-        usable = nearest.estimate.usable_bytes
-        over, most = (
-            max(0, size - usable) / GB for size in (nearest.estimate.memory_bytes, nearest.estimate.memory_range[1])
-        )
+        over, most = (max(0, size - one.usable_bytes) / GB for size in (one.memory_bytes, one.memory_range[1]))
         return (
             f"Next: nothing fits yet. The nearest ({nearest.name}) lacks {over:.1f} GB, or {most:.1f} GB\n"
             f"at the upper end of the estimate's error. Most is {kind} ({sizes[kind] / GB:.1f} GB).\n"
@@ -233,8 +212,6 @@ def sheet(name: str, **choice) -> Sheet:
     """Return the sheet of that name: with a choice, a new one; without, the one in the file, else the course's own job.
 
     choice   fields of Choice: model, gpus, gpu, network, per_node, seq_len, batch_tokens
-
-    Raises   ValueError for a name that is no file's, a job that cannot be, or a file that no sheet wrote
     """
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"name is {show(name)}; it must be letters, digits, - and _, such as my-8b")

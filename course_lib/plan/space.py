@@ -33,11 +33,12 @@ def divisors(number: int) -> list[int]:
 
 
 def shapes(job: Job) -> Iterator[Layout]:
-    """Layouts without ZeRO and without recomputation: sizes of axes, schedule, micro-batch, sequence parallelism."""
+    """Layouts without ZeRO and without recomputation."""
     for tp, pp, cp in product(_tensor_sizes(job), _sizes(job, "pp"), _sizes(job, "cp")):
         dp, left = divmod(job.num_gpus, tp * pp * cp)
         alone = dp * cp == 1 and tp * pp > 1
-        if left or job.sequences % dp or not _divides(job, cp) or (alone and job.facts.file.data_needed):
+        uneven = cp > 1 and (job.seq_len % (2 * cp) or job.seq_len // cp < LEAST_TOKENS)  # zig-zag halves each piece
+        if left or job.sequences % dp or uneven or (alone and job.facts.file.data_needed):
             continue
         for (ep, expert_tp), micro_batch in product(_expert_sizes(job, dp, cp, tp), MICRO_BATCHES):
             micro_batches, left = divmod(job.sequences // dp, micro_batch)
@@ -58,11 +59,6 @@ def _tensor_sizes(job: Job) -> Iterator[int]:
             except ValueError:
                 continue
             yield tp
-
-
-def _divides(job: Job, cp: int) -> bool:
-    """Whether a ring of cp ranks has equal, long enough pieces of a sequence; zig-zag halves each."""
-    return cp == 1 or (job.seq_len % (2 * cp) == 0 and job.seq_len // cp >= LEAST_TOKENS)
 
 
 def _expert_sizes(job: Job, dp: int, cp: int, tp: int) -> list[tuple[int, int | None]]:

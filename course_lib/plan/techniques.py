@@ -1,6 +1,5 @@
 """What each technique of the course splits and sends, and its layout of a job: the rows of the index and of a sheet."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig, preset
@@ -13,10 +12,7 @@ from course_lib.validate import Size, checked
 
 @dataclass(frozen=True)
 class Technique:
-    """A technique: its chapter, what it splits over GPUs and what its ranks send, its words of a layout.
-
-    cuts    the axis whose ranks are taken from those of data parallelism; what splits nothing runs on one GPU
-    """
+    """A technique; `cuts` is the axis whose ranks are taken from those of data parallelism."""
 
     chapter: str
     name: str
@@ -74,21 +70,13 @@ def costs_gb(config: ModelConfig, layout: Layout, seq_len: Size = 4096) -> list[
 
 def technique_table() -> str:
     """Return the techniques on eight GPUs as text: GB of the most loaded. The last two lines are Mixtral 8x7B."""
-    llama, mixtral = preset("llama-3.1-8b"), preset("mixtral-8x7b")
-    experts = [one for one in techniques_of(mixtral, 8, 8) if one.chapter in ("03", "09")]
-    return "\n".join(
-        [
-            "Predicted, GB on the most loaded GPU: Llama 3.1 8B, a step of 8 sequences of 4,096 tokens",
-            f"{'chapter, technique':26}{'splits':17}{'states':>7}{'saved':>7}{'peak':>7}{'sent':>7}  of what",
-            *_lines(llama, techniques_of(llama, 8, 8)),
-            *_lines(mixtral, experts),
-        ]
-    )
-
-
-def _lines(config: ModelConfig, techniques: Sequence[Technique]) -> list[str]:
-    numbers = ["".join(f"{gb:7.1f}" for gb in costs_gb(config, Layout.parse(one.layout))) for one in techniques]
-    return [
-        f"{f'{one.chapter} {one.name}':26}{one.splits:17}{of_one}  {one.sends}"
-        for one, of_one in zip(techniques, numbers, strict=True)
+    lines = [
+        "Predicted, GB on the most loaded GPU: Llama 3.1 8B, a step of 8 sequences of 4,096 tokens",
+        f"{'chapter, technique':26}{'splits':17}{'states':>7}{'saved':>7}{'peak':>7}{'sent':>7}  of what",
     ]
+    for config in (preset("llama-3.1-8b"), preset("mixtral-8x7b")):
+        for one in techniques_of(config, 8, 8):
+            if config.moe is None or one.chapter in ("03", "09"):
+                numbers = "".join(f"{gb:7.1f}" for gb in costs_gb(config, Layout.parse(one.layout)))
+                lines.append(f"{f'{one.chapter} {one.name}':26}{one.splits:17}{numbers}  {one.sends}")
+    return "\n".join(lines)

@@ -2,12 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from course_lib.palette import (
-    NEUTRAL_COLOR,
-    OKABE_ITO,
-    RANK_COLORS,
-    mix,
-)
+from course_lib.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
 from course_lib.panels.ring import RingState, ring_states
 from course_lib.plots.style import panel_title, picture_panels, write
 from course_lib.plots.tiles import EMPTY, OUTLINED, Tile, TileRow, draw_tiles, ranks

@@ -6,19 +6,8 @@ from itertools import accumulate
 
 from matplotlib.patches import Rectangle
 
-from course_lib.palette import (
-    KIND_COLORS,
-    NEUTRAL_COLOR,
-    OKABE_ITO,
-    RANK_COLORS,
-    mix,
-)
-from course_lib.plots.style import (
-    draw_arrows,
-    labelled_box,
-    picture_axes,
-    write,
-)
+from course_lib.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
+from course_lib.plots.style import draw_arrows, labelled_box, picture_axes, write
 from course_lib.plots.tiles import Tile, draw_tiles, ranks
 from course_lib.validate import Size, checked
 

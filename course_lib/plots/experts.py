@@ -6,13 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 
 from course_lib.hardware import GPU
-from course_lib.palette import (
-    COMPUTE_COLOR,
-    LIMIT_COLOR,
-    NEUTRAL_COLOR,
-    OKABE_ITO,
-    mix,
-)
+from course_lib.palette import COMPUTE_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
 from course_lib.panels.svg import bars, columns
 from course_lib.plots.concepts import show_charts
 from course_lib.plots.style import keys_below, panel_title, picture_axes, picture_panels

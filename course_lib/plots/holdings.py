@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.flats import layers_of, placed_by
+from course_lib.memory.flats import layers_of
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import five_d_states
 from course_lib.palette import RANK_COLORS, mix
@@ -62,7 +62,7 @@ def shares_of(layout: Layout, parts: list[ModelPart], rank: int) -> list[Share]:
     here, members = layout.mesh.coordinates(rank), layout.members(rank)
     shares = []
     for part in parts:
-        if part.stage not in placed_by(layout).stages_of_rank(here["pp"]):
+        if part.stage not in layout.stages_of_rank(here["pp"]):
             continue
         left, width = Fraction(here["tp"], layout.tp), Fraction(1, layout.tp)
         if part.name == "MoE":  # first to the ranks of ep, then each expert over tp, unless it is whole

@@ -12,15 +12,7 @@ from course_lib.memory.budget import Budget
 from course_lib.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR
 from course_lib.panels.svg import bars
 from course_lib.plots.concepts import show_charts
-from course_lib.plots.style import (
-    CENTRED,
-    key,
-    keys_below,
-    panel_title,
-    picture_axes,
-    picture_panels,
-    write,
-)
+from course_lib.plots.style import CENTRED, key, keys_below, panel_title, picture_axes, picture_panels, write
 from course_lib.units import UNITS, show_bytes, unit_for
 from course_lib.validate import checked
 

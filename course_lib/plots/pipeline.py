@@ -168,9 +168,7 @@ def measured_costs(schedule: Schedule, traces: Traces) -> Costs:
 
 @checked
 def show_stages_of_model(
-    layers_of_stage: Sequence[int],
-    rank_of_stage: Sequence[int] | None = None,
-    parameters_of_rank: Sequence[float] = (),
+    layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | None = None, parameters_of_rank: Sequence[float] = ()
 ) -> None:
     """Show which layers are where, with embedding and head; behind it the parameters of each rank, if given.
 

@@ -18,6 +18,7 @@ from course_lib.schedules.builders import (
     make,
     naive,
     one_f_one_b,
+    placement,
     stages_per_rank,
     zb_h1,
     zb_h2,

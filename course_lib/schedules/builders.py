@@ -251,6 +251,11 @@ def stages_per_rank(name: Literal[tuple(SCHEDULES)], v: Size = 1) -> int:
     return 2 if name in ("zbv", "dualpipe_v") else 1
 
 
+def placement(name: str, pp: int, v: int = 1) -> tuple[int, ...]:
+    """Which rank has each stage of the schedule of that name, whatever its micro-batches."""
+    return v_placement(pp) if name in ("zbv", "dualpipe_v") else tuple(range(pp)) * stages_per_rank(name, v)
+
+
 # --- checks: before any process starts
 
 

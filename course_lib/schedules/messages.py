@@ -53,6 +53,8 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
     row = schedule.instructions[rank]
     sources = [_source(instruction, schedule) for instruction in row]
     to_come = {src: _sent(schedule, src, rank) for src in set(sources) - {None}}
+    turn = {message: index for sent in to_come.values() for index, message in enumerate(sent)}
+    places = {src: _places_of_messages(schedule, src) for src in to_come}
     on_the_way: dict[Message, int] = {}  # what this rank has sent, and to whom
     posted: dict[int, int] = dict.fromkeys(to_come, 0)
     steps = []
@@ -60,11 +62,15 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
         post = []
         for later, src in zip(row[place : place + 1 + ahead], sources[place : place + 1 + ahead], strict=True):
             if src is not None:
-                end = max(posted[src], to_come[src].index(needed_by(later, schedule)) + 1)
+                end = max(posted[src], turn[needed_by(later, schedule)] + 1)
                 post += [(message, src) for message in to_come[src][posted[src] : end]]
                 posted[src] = end
         needs, gives = needed_by(instruction, schedule), given_by(instruction, schedule)
-        arrived = () if sources[place] is None else _proved_by(needs, sources[place], on_the_way, schedule)
+        arrived = ()
+        if (src := sources[place]) is not None:  # what went to src and was needed there before it made `needs`
+            needed, given = places[src]
+            sent = (message for message, dst in on_the_way.items() if dst == src)
+            arrived = tuple(message for message in sent if needed[message] <= given[needs])
         for message in arrived:
             del on_the_way[message]
         dst = None if gives is None else schedule.rank_of_stage[gives[2]]
@@ -89,11 +95,8 @@ def _sent(schedule: Schedule, src: int, dst: int) -> list[Message]:
     return [message for message in given if message is not None and schedule.rank_of_stage[message[2]] == dst]
 
 
-def _proved_by(came: Message, src: int, on_the_way: dict[Message, int], schedule: Schedule) -> tuple[Message, ...]:
-    """What went to `src` and was needed there no later than where it made the message that came."""
-    used = set()
-    for instruction in schedule.instructions[src]:
-        used.add(needed_by(instruction, schedule))
-        if given_by(instruction, schedule) == came:
-            break
-    return tuple(message for message, dst in on_the_way.items() if dst == src and message in used)
+def _places_of_messages(schedule: Schedule, rank: int) -> tuple[dict[Message | None, int], dict[Message | None, int]]:
+    """Where in a rank's list each message is needed, and where each is made."""
+    row = schedule.instructions[rank]
+    needed = {needed_by(instruction, schedule): place for place, instruction in enumerate(row)}
+    return needed, {given_by(instruction, schedule): place for place, instruction in enumerate(row)}

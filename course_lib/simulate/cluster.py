@@ -1,19 +1,10 @@
 """One rank of thousands, simulated: the code of parallel/ runs as it stands, in a world where nobody else exists.
 
-    run = Run(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,micro_batches=16"), seq_len=8192)
-    simulation = simulate_ranks(run)
-    simulation.ranks[0].peak_bytes, .peak_by_kind, .sent_by_axis, .flops
-
-Nothing here knows how a layout works: the engine of parallel/five_d.py is built and takes a step, the memory tracker
-and the byte meter watch it. fake_world.py says what is real in it, tape.py why many micro-batches cost no more than
-three. What is built is this rank's stages alone, so cost grows with their layers and not with the number of ranks.
-
-Tensors are fake ones of the CPU, but attention runs the flash kernel of a GPU (`_flash_attention`).
-
-Experts are chosen by a plan (`planned_assignment`), since without numbers no router can: balanced, or with a given
-share of the assignments on the first expert.
-
-A step here is one in the midst of training: the optimizer has its states already.
+Nothing here knows how a layout works: the engine of parallel/five_d.py is built and takes a step, in the midst of
+training, and the memory tracker and the byte meter watch it. fake_world.py says what is real in it, tape.py why many
+micro-batches cost no more than three. What is built is this rank's stages alone, so cost grows with their layers and
+not with the number of ranks. Tensors are fake ones of the CPU, but attention runs the flash kernel of a GPU. Experts
+are chosen by a plan, since without numbers no router can: balanced, or with a given share on the first expert.
 """
 
 import time
@@ -35,7 +26,6 @@ from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
 from course_lib.run import Run
-from course_lib.schedules import make
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
 from course_lib.training.precision import engine_dtypes, zero_gradients
@@ -90,37 +80,25 @@ def simulate_ranks(
     skew    share of all assignments that fall on the first expert, instead of being spread evenly
     Raises  ValueError if a stage does not exist, no engine takes the run, or this process is a rank already
     """
-    start_s = time.perf_counter()
-    layout = run.layout
-    stages = stages if stages == "all" else list(stages)
-    _check_size(layout, layout.stages_per_rank * (layout.pp if stages == "all" else len(stages)))
-    ranks = [
-        simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), clip_norm, skew)
-        for pp_rank in pp_ranks_of(layout, stages)
-    ]
-    return SimulatedRanks(run, ranks, time.perf_counter() - start_s)
-
-
-def _check_size(layout: Layout, num_stages: int) -> None:
-    """Raises ValueError for a step of too many instructions, before any of them is listed."""
-    passes = 2 * layout.micro_batches * num_stages
-    if passes > _MOST_PASSES:
+    start_s, layout = time.perf_counter(), run.layout
+    stages = list(range(layout.num_stages) if stages == "all" else stages)
+    num_stages = layout.stages_per_rank * min(len(stages), layout.pp)  # of whole ranks
+    if (passes := 2 * layout.micro_batches * num_stages) > _MOST_PASSES:  # before any of them is listed
         raise ValueError(
             f"micro_batches ({layout.micro_batches:,}) give {passes:,} forward and backward passes on {num_stages} "
             f"stage{'s' * (num_stages > 1)}, of which at most {_MOST_PASSES:,} are simulated; choose fewer "
             "micro_batches or stages: those of the steady state are alike"
         )
+    places = [layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0) for pp_rank in pp_ranks_of(layout, stages)]
+    ranks = [simulate_rank(run, rank, clip_norm, skew) for rank in places]
+    return SimulatedRanks(run, ranks, time.perf_counter() - start_s)
 
 
-def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:
+def pp_ranks_of(layout: Layout, stages: Iterable[int]) -> list[int]:
     """The places along pp that hold these stages, in order; a rank may hold several."""
-    rank_of_stage = make(layout.schedule, layout.pp, layout.micro_batches, layout.v).rank_of_stage
-    if stages == "all":
-        return list(range(layout.pp))
-    stages = list(stages)
-    if wrong := [stage for stage in stages if stage not in range(len(rank_of_stage))]:
-        raise ValueError(f"stages {wrong} do not exist: the layout has stages 0..{len(rank_of_stage) - 1}")
-    return sorted({rank_of_stage[stage] for stage in stages})
+    if wrong := [stage for stage in stages if stage not in range(layout.num_stages)]:
+        raise ValueError(f"stages {wrong} do not exist: the layout has stages 0..{layout.num_stages - 1}")
+    return sorted({layout.rank_of_stage[stage] for stage in stages})
 
 
 def simulate_rank(
@@ -133,7 +111,7 @@ def simulate_rank(
     """
     start_s = time.perf_counter()
     check_engine(run)
-    config, layout, (dtype, grad_dtype) = run.config, run.layout, _simulated_dtypes(run.recipe)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, SIMULATED.get(run.recipe) or engine_dtypes(run.recipe)
     with (
         fake_world(rank, layout.world_size),
         replaced(moe, "choose", plan_assignments(skew)),
@@ -172,34 +150,23 @@ def simulate_rank(
 
 def check_engine(run: Run) -> None:
     """Raises ValueError for what the engines of parallel/ do not have; `course plan` and `predict` estimate it."""
-    differs = [
-        word
-        for word, is_asked in {
-            "adapters (finetune)": run.lora is not None,
-            f"optimizer {run.optimizer}": run.optimizer != "adamw",
-            "offload": run.offload != Offload(),
-            "FP8": run.fp8,
-            "recomputation of operators": run.operators,
-        }.items()
-        if is_asked
-    ]
-    if differs:
+    asked = {
+        "adapters (finetune)": run.lora is not None,
+        f"optimizer {run.optimizer}": run.optimizer != "adamw",
+        "offload": run.offload != Offload(),
+        "FP8": run.fp8,
+        "recomputation of operators": run.operators,
+    }
+    if differs := [word for word, is_asked in asked.items() if is_asked]:
         raise ValueError(
             f"the simulator runs the course's engines, which have no {', no '.join(differs)}: they train all weights "
             "by AdamW on their device; ask course plan or predict"
         )
 
 
+# Dtypes of parameters, and of gradients where it is another, of recipes whose numbers need more than bytes: FP16 needs
+# a loss scale, and pure BF16 loses small updates; what is held is the same.
 SIMULATED = {"fp16-master-fp32-grads": (torch.float16, torch.float32), "bf16": (torch.bfloat16, None)}
-
-
-def _simulated_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """Dtypes of parameters, and of gradients where it is another: also of recipes whose numbers need more than bytes.
-
-    FP16 needs a loss scale, and pure BF16 loses small updates; what is held is the same.
-    Raises   ValueError as `engine_dtypes`
-    """
-    return SIMULATED.get(recipe) or engine_dtypes(recipe)
 
 
 def _fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:

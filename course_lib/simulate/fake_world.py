@@ -32,10 +32,7 @@ ASK_DEVICE = torch.ops.prim.device.default
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[FakeTensorMode]:
-    """Inside, this process is that rank, and nobody else exists. All is as before on leaving, also after an error.
-
-    Raises   ValueError if there is a process group already, or no such rank
-    """
+    """Inside, this process is that rank, and nobody else exists. All is as before on leaving, also after an error."""
     if dist.is_initialized():
         raise ValueError(
             f"this process is rank {dist.get_rank()} of a process group ({dist.get_backend()}) and can be in one world "
@@ -104,9 +101,8 @@ def made_by(func, args: tuple, kwargs: dict) -> torch.dtype:
 
 def let_arrive(func, args: tuple, kwargs: dict) -> None:
     """Puts into the tensors of a collective what arrives if every rank brings what this one does."""
-    call = {
-        arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
-    } | kwargs  # those that are left out have defaults
+    names = [arg.name for arg in func._schema.arguments]
+    call = dict(zip(names, args, strict=False)) | kwargs  # those that are left out have defaults
     arrive = _ARRIVALS.get(func._schema.name.removeprefix("c10d::"))
     if arrive is not None:  # otherwise nothing arrives (send, barrier), or what is here already (broadcast)
         group = dist.ProcessGroup.unbox(call["process_group"])

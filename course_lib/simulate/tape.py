@@ -203,7 +203,7 @@ def _micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:
     order: dict[tuple[int, str], list[int]] = {}
     for step in executor.steps:
         order.setdefault((step.instruction.stage, step.instruction.op), []).append(step.instruction.micro_batch)
-    running: dict[int, set[int]] = {}
+    running: dict[int, set[int]] = {stage: set() for stage, _ in order}
     for (stage, _), micro_batches in order.items():
-        running.setdefault(stage, set()).update([*micro_batches[:2], micro_batches[-1]])
+        running[stage] |= {*micro_batches[:2], micro_batches[-1]}
     return running

@@ -1,7 +1,4 @@
-"""How long: modelled seconds of collectives, of overlap, and of a whole step.
-
-time = step_time(Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), 8192), cluster)
-time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
+"""How long: modelled seconds of collectives, of overlap, and of a whole step. Nothing here is measured.
 
 step.py          step_time, the clock: everything; stage_costs: one micro-batch on each stage, for the simulator
 layer.py         one layer of one micro-batch: products, attention, small operations, launches, what is sent
@@ -14,17 +11,9 @@ context.py       a layer's attention over context-parallel ranks: which ring ste
 kernel.py        one kernel: bytes that it asks for, roofline, multiprocessors
 timelines.py     what a rank computes and what travels beside it, span by span
 failures.py      how often to save when GPUs fail: lost work against the time of saving
-
-Everything here is modelled, nothing measured.
 """
 
-from course_lib.flops import (
-    attention_flops_per_token,
-    flops_per_token,
-    layer_matmul_parameters,
-    matmul_parameters,
-    step_flops,
-)
+from course_lib.flops import flops_per_token, layer_matmul_parameters, step_flops
 from course_lib.timing.collectives import (
     bus_bandwidth,
     bus_factor,
@@ -36,15 +25,9 @@ from course_lib.timing.collectives import (
     ring_link,
 )
 from course_lib.timing.context import AttentionTime, attention_time, tokens_that_hide_a_hop
-from course_lib.timing.data import (
-    accumulation_steps,
-    crossing_s,
-    dp_step_s,
-    dp_throughput,
-    tokens_that_hide_a_gather,
-)
-from course_lib.timing.rates import FLASH_ATTENTION_3, RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
-from course_lib.timing.step import StepTime, stage_costs, step_time
+from course_lib.timing.data import accumulation_steps, crossing_s, dp_step_s, dp_throughput, tokens_that_hide_a_gather
+from course_lib.timing.rates import RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
+from course_lib.timing.step import stage_costs, step_time
 from course_lib.timing.timelines import (
     copy_spans,
     dp_spans,

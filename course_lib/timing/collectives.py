@@ -1,6 +1,14 @@
-"""Seconds of a collective: n bytes take a latency and n / bandwidth, for each of the ways in which NCCL can do it.
+"""Seconds of a collective: latency and bytes over bandwidth, for each way in which NCCL can do it; the fastest counts.
 
-The fastest way counts. Nothing here runs or measures anything.
+NCCL chooses among algorithms and protocols for each call, by a model of its own; this is that model, for what the
+course needs of it. An algorithm says which way the bytes go: around a ring, up and down a tree, or through a switch
+that sums (NVLink SHARP, "nvls"). A protocol says how they are sent: LL flags every 4 bytes and costs half of the
+bandwidth, LL128 flags every 120, Simple waits for whole pieces.
+
+Left out: corrections for measured dips (trees of medium messages, rings of several nodes), PAT, CollNet, and NVLS for
+all-gathers and reduce-scatters, which NCCL's own model has behind the ring at every size.
+
+Source   NCCL, src/graph/tuning.cc: baseLatencies, hwLatencies, and how steps between nodes are charged
 """
 
 from bisect import bisect_left
@@ -15,14 +23,6 @@ from course_lib.traffic import Call
 from course_lib.validate import Amount, Positive, Size, checked, one_of
 
 
-# What a collective costs depends on how it is done. NCCL chooses among algorithms and protocols for each call, by a
-# model of its own; this is that model, for what the course needs of it. An algorithm says which way the bytes go:
-# around a ring, up and down a tree, or through a switch that sums (NVLink SHARP, "nvls"). A protocol says how they are
-# sent: LL flags every 4 bytes and costs half of the bandwidth, LL128 flags every 120, Simple waits for whole pieces.
-#
-# Left out: corrections for measured dips (trees of medium messages, rings of several nodes), PAT, CollNet, and NVLS
-# for all-gathers and reduce-scatters, which NCCL's own model has behind the ring at every size.
-# Source: NCCL, src/graph/tuning.cc: baseLatencies, hwLatencies, and how steps between nodes are charged.
 @dataclass(frozen=True)
 class Tuning:
     """What NCCL assumes of one algorithm with one protocol: microseconds, and a share of the ring's bandwidth."""
@@ -76,6 +76,11 @@ class _Group:
         return self.size // self.per_node
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a link has no numbers of NCCL's: then its own latency and bandwidth count."""
+        return "plain" in (self.inside.kind, self.between.kind)
+
+    @property
     def ring_bytes_per_s(self) -> float:
         """Bus bandwidth of rings, one through each GPU's port; the slowest link on the way sets it."""
         if self.nodes == 1:
@@ -123,16 +128,15 @@ def collective_costs(name: str, world_size: Size, network: Link | Cluster, per_n
 
     network    a link that joins all ranks (a network link: one rank in each node), or a cluster
     per_node   ranks of the group in each node of the cluster, as many as fit unless given
-    Raises     ValueError if the collective is unknown, or the group does not fill its nodes
     """
     group, steps = _group(world_size, network, per_node), collective_steps(name, world_size)
     if not steps or world_size == 1:
         return [Cost("none", "none", 0.0, inf)]
     if name in _MESSAGES:
         return [_messages(name, group)]
-    costs = [_ring(name, group, protocol) for protocol in _protocols(group, "ring")]
-    if name == "all_reduce" and "plain" not in (group.inside.kind, group.between.kind):
-        costs += [_tree(group, protocol) for protocol in _protocols(group, "tree")]
+    costs = [_ring(name, group, protocol) for protocol in (["plain"] if group.is_plain else _protocols_of("ring"))]
+    if name == "all_reduce" and not group.is_plain:
+        costs += [_tree(group, protocol) for protocol in _protocols_of("tree")]
         costs += _in_the_switch(group)
     most = _most_measured(name, group)
     return [replace(cost, payload_bytes_per_s=min(cost.payload_bytes_per_s, most)) for cost in costs]
@@ -156,6 +160,7 @@ def fastest(
 
 
 @checked
+@lru_cache(maxsize=8192)  # layers call the same
 def collective_s(
     name: str, payload_bytes: Amount, world_size: Size, network: Link | Cluster, per_node: Size | None = None
 ) -> float:
@@ -163,14 +168,11 @@ def collective_s(
     return fastest(name, payload_bytes, world_size, network, per_node).seconds(payload_bytes)
 
 
-def _protocols(group: _Group, algorithm: str) -> list[str]:
-    if "plain" in (group.inside.kind, group.between.kind):
-        return ["plain"]
+def _protocols_of(algorithm: str) -> list[str]:
     return [protocol for known, protocol in TUNING if known == algorithm]
 
 
 def _step_s(group: _Group, link: Link, algorithm: str, protocol: str) -> float:
-    """Seconds of one step over a link: as NCCL's table has it, or the link's own latency."""
     if protocol == "plain":
         return link.latency_s
     step_us = getattr(TUNING[algorithm, protocol], f"{link.kind}_us")
@@ -212,7 +214,7 @@ def _tree(group: _Group, protocol: str) -> Cost:
     """Up a tree of nodes and down again, and through each node as a chain; every rank passes the payload on twice."""
     latency_s = (group.per_node - 1) * _step_s(group, group.inside, "tree", protocol) if group.per_node > 1 else 0.0
     if group.nodes > 1:
-        latency_s += _depth(group.nodes) * _step_s(group, group.between, "tree", protocol)
+        latency_s += (group.nodes.bit_length() - 1) * _step_s(group, group.between, "tree", protocol)
     return Cost("tree", protocol, _launch_s("tree", protocol) + 2 * latency_s, _rate(group, "tree", protocol) / 2)
 
 
@@ -231,12 +233,8 @@ def _in_the_switch(group: _Group) -> list[Cost]:
     if group.nodes > 1:
         ports = ranks * group.between.achieved_bytes_per_s
         rate = min(rate, ports * (2 if group.nodes == 2 else 1))
-        latency_s += 2 * _depth(group.nodes) * _step_s(group, group.between, "nvls", "Simple")
+        latency_s += 2 * (group.nodes.bit_length() - 1) * _step_s(group, group.between, "nvls", "Simple")
     return [Cost("nvls", "Simple", latency_s, rate / bus_factor("all_reduce", group.size))]
-
-
-def _depth(nodes: int) -> int:
-    return nodes.bit_length() - 1
 
 
 def _messages(name: str, group: _Group) -> Cost:
@@ -244,10 +242,9 @@ def _messages(name: str, group: _Group) -> Cost:
 
     NCCL's model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves.
     """
-    link = group.outermost
+    link, others = group.outermost, group.size - (1 if group.nodes == 1 else group.per_node)
     if name == "send":
         return Cost("message", "Simple", link.latency_s, link.achieved_bytes_per_s)
-    others = group.size - (1 if group.nodes == 1 else group.per_node)
     return Cost("message", "Simple", others * link.latency_s, link.achieved_bytes_per_s * group.size / others)
 
 
@@ -260,9 +257,9 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
 # ------------------------------------------------------------------------------------ the calls of a layout
 @lru_cache(maxsize=1024)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
-    """Count the ranks of rank 0's group along `axis` that share its node.
+    """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.
 
-    It is 1 where nodes would have unequal numbers, and for a pipeline over several nodes: its slowest message counts.
+    It is 1 where nodes would have unequal numbers.
     """
     groups = _first_groups(layout)
     one_of("axis", axis, tuple(groups))
@@ -289,16 +286,10 @@ def _groups_of_rank_0(mesh: Mesh, ep: int, replicas: int, folded: bool) -> dict[
 
 def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) -> float:
     """Return the seconds of all these calls along an axis, one after the other."""
-    return sum(call.count * _call_s(call, layout, cluster, axis) for call in calls)
-
-
-def _call_s(call: Call, layout: Layout, cluster: Cluster, axis: str) -> float:
-    if call.to_one:
-        return _collective_s("send", call.payload_bytes, 2, ring_link(layout, cluster, axis), None)
-    per_node = ranks_in_a_node(layout, cluster, axis)
-    return _collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
-
-
-@lru_cache(maxsize=8192)  # layers call the same
-def _collective_s(name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node) -> float:
-    return collective_s(name, payload_bytes, world_size, network, per_node)
+    seconds = 0.0
+    for call in calls:
+        where = (call.collective, call.payload_bytes, call.group_size, cluster, ranks_in_a_node(layout, cluster, axis))
+        if call.to_one:
+            where = ("send", call.payload_bytes, 2, ring_link(layout, cluster, axis), None)
+        seconds += call.count * collective_s(*where)
+    return seconds

@@ -1,7 +1,6 @@
 """Time of context parallelism: what its messages cost, and from which length on computing hides them.
 
-A message takes a latency and its bytes at the rate that a link achieves; computing does not slow it down. What a ring
-needs in order to hide is a matter of one proportion:
+What a ring needs in order to hide is a matter of one proportion:
 
     computing with a block    4 s^2 N H FLOPs, half of them under a causal mask shared out evenly
     handing it on             2 s K H numbers
@@ -66,8 +65,6 @@ def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilis
 
     A ring hides each ring step behind the step that computes meanwhile, as far as that takes; the last step has no ring
     step, and the last gradients travel home uncovered. Gathered keys and exchanged heads hide behind nothing.
-
-    Raises   ValueError as `block_pairs.pairs`
     """
     layout, once = run.layout, replace(run, layout=replace(run.layout, recompute="none"))
     pair_flops = layout.micro_batch * attention_flops_per_token(replace(run.config, num_layers=1, moe=None), 1)

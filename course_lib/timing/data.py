@@ -22,9 +22,8 @@ def dp_step_s(
 def dp_throughput(dp_size: Size, tokens_per_gpu: Amount, compute_s: Amount, grad_bytes: Amount, link: Link) -> float:
     """Return tokens per second and GPU of data parallelism with 25 buckets that overlap.
 
-    Assumes: compute_s does not depend on dp_size; a third of it is forward, two thirds backward; `link` is the slowest
-    of the ring, at the bandwidth it really gives at this size (see hardware.published_link); no rank is late; the
-    optimizer's time is within compute_s.
+    compute_s   the optimizer's part is in it; of the rest a third is forward
+    link        the slowest of the ring, at the bandwidth that it really gives at this size (hardware.published_link)
     """
     comm_s = 25 * collective_s("all_reduce", grad_bytes / 25, dp_size, link)
     return tokens_per_gpu / dp_step_s(compute_s / 3, compute_s * 2 / 3, comm_s, 25)
@@ -32,10 +31,7 @@ def dp_throughput(dp_size: Size, tokens_per_gpu: Amount, compute_s: Amount, grad
 
 @checked
 def accumulation_steps(global_batch_size: Size, micro_batch_size: Size, dp_size: Size) -> int:
-    """Micro-batches that each rank runs before the optimizer steps: global batch / (micro-batch * dp_size).
-
-    Raises   ValueError if that is not a whole number
-    """
+    """Micro-batches that each rank runs before the optimizer steps: global batch / (micro-batch * dp_size)."""
     together = micro_batch_size * dp_size
     if global_batch_size % together != 0:
         raise ValueError(
@@ -62,12 +58,9 @@ def crossing_s(
 ) -> dict[str, float]:
     """Seconds of each crossing of one rank's offloaded bytes, as `memory.zero.offload_link_bytes` predicts them.
 
-    Each GPU has a PCIe link of its own. A drive's rate is divided among `ranks_per_drive`: it is the node's, not the
-    GPU's. Latency is left out: pieces are megabytes. One rate serves both directions; many drives write at half the
-    rate at which they read. One after the other they take the sum; at best, the arithmetic on the host aside, as long
-    as the slowest link: PCIe carries both directions at once, a drive reads and writes by turns.
-
-    Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
+    Each GPU has a PCIe link of its own; a drive's rate is divided among `ranks_per_drive`. Latency is left out, and so
+    is that many drives write at half the rate at which they read. One after the other they take the sum; at best as
+    long as the slowest link: PCIe carries both directions at once, a drive reads and writes by turns.
     """
     to_host, to_disk = link(pcie).bytes_per_s, link(drive).bytes_per_s / ranks_per_drive
     return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}

@@ -6,7 +6,6 @@ from functools import lru_cache
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_parameters, mlp_parameters
 from course_lib.memory.budget import states_of
-from course_lib.memory.flats import placed_by
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
 from course_lib.run import Run
@@ -63,16 +62,14 @@ def _zero_stage(case: Case) -> int:
 def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
     if ranks == 1 or not size:
         return 0.0
-    per_node = ranks_in_a_node(case.run.layout, case.cluster, axis)
-    return network_s(case.cluster, collective, size, ranks, per_node)
+    return network_s(case.cluster, collective, size, ranks, ranks_in_a_node(case.run.layout, case.cluster, axis))
 
 
 def numel_of_rank(run: Run, layers: Sequence[int], pp_rank: int) -> tuple[float, float]:
     """Numbers of the matrices of one rank: of all but experts, and of experts; `layers` of each stage."""
     layout, config = run.layout, run.config
-    mine = placed_by(layout).stages_of_rank(pp_rank) if layout.stages_per_rank > 1 else (pp_rank,)
     dense, experts = 0, 0
-    for stage in mine:
+    for stage in layout.stages_of_rank(pp_rank):
         first = sum(layers[:stage])
         of_layers = _numel_of_layers(config, first, first + layers[stage])
         ends = (stage == 0) + (stage == len(layers) - 1) * (not config.tied or layout.pp > 1)

@@ -30,8 +30,6 @@ class Failures:
     mtbf_s      between failures of the whole job, on average: of any of its GPUs
     save_s      for which training stands still while it saves
     restart_s   from a failure until training goes on, without the work that is done again
-
-    Raises      ValueError where saving or restarting takes so long against mtbf_s that the job would never end
     """
 
     mtbf_s: Positive
@@ -78,10 +76,7 @@ def best_interval_s(failures: Failures) -> float:
 
 @checked
 def shares(failures: Failures, interval_s: Positive) -> dict[str, float]:
-    """Where the job's time goes, on average: "training" (the goodput), "saving", "lost work" and "restarting".
-
-    Raises   ValueError if hardly ever an interval passes without a failure
-    """
+    """Where the job's time goes, on average: "training" (the goodput), "saving", "lost work" and "restarting"."""
     exponent = (interval_s + failures.save_s) / failures.mtbf_s
     if exponent > _MOST_EXPONENT:
         raise ValueError(
@@ -107,10 +102,7 @@ def goodput(failures: Failures, interval_s: Positive) -> float:
 
 @checked
 def simulated_goodput(failures: Failures, interval_s: Positive, num_intervals: Size = 1000, seed: Seed = 0) -> float:
-    """The same, counted: failures are drawn one after the other until so many intervals are saved.
-
-    Raises   ValueError where more than a thousand failures would come in an interval
-    """
+    """Goodput, counted: failures are drawn one after the other until so many intervals are saved."""
     exponent = (interval_s + failures.save_s) / failures.mtbf_s
     if exponent > math.log(1000) or num_intervals * math.exp(exponent + failures.restart_s / failures.mtbf_s) > 10**7:
         raise ValueError(
@@ -119,19 +111,12 @@ def simulated_goodput(failures: Failures, interval_s: Positive, num_intervals: S
         )
     draw = random.Random(seed)
     clock_s, next_failure_s = 0.0, draw.expovariate(1 / failures.mtbf_s)
-
-    def passes(seconds: float) -> bool:
-        """Let time pass; whether no failure came."""
-        nonlocal clock_s, next_failure_s
-        if clock_s + seconds <= next_failure_s:
-            clock_s += seconds
-            return True
-        clock_s = next_failure_s
-        next_failure_s = clock_s + draw.expovariate(1 / failures.mtbf_s)
-        return False
-
-    for _ in range(num_intervals):
-        while not passes(interval_s + failures.save_s):
-            while not passes(failures.restart_s):
-                continue
+    saved, is_restarting = 0, False
+    while saved < num_intervals:
+        end_s = clock_s + (failures.restart_s if is_restarting else interval_s + failures.save_s)
+        if end_s <= next_failure_s:
+            clock_s, saved, is_restarting = end_s, saved + (not is_restarting), False
+        else:
+            clock_s, is_restarting = next_failure_s, True
+            next_failure_s = clock_s + draw.expovariate(1 / failures.mtbf_s)
     return num_intervals * interval_s / clock_s

@@ -38,10 +38,8 @@ def flash_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, itemsize
 def three_kernel_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, itemsize: Size = 2) -> int:
     """Bytes of the same by scores, softmax and product: the scores go to memory and back twice."""
     n = seq_len // tile
-    scores = n * 2 * seq_len * head_dim + seq_len**2
-    softmax = 2 * seq_len**2
-    product = seq_len**2 + n * seq_len * head_dim + seq_len * head_dim
-    return heads * itemsize * (scores + softmax + product)
+    scores, product = n * 2 * seq_len * head_dim + seq_len**2, seq_len**2 + (n + 1) * seq_len * head_dim
+    return heads * itemsize * (scores + 2 * seq_len**2 + product)
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,7 @@ def busy_share(M: Size, N: Size, tile_m: Size, tile_n: Size, of: Multiprocessor 
 def occupancy(registers: Size, shared_bytes: Bytes, warps: Size, of: Multiprocessor = HOPPER) -> float:
     """Share (0 to 1) of the threads of a multiprocessor that a kernel fills, by what runs out first.
 
-    registers      of a thread: handed out in eights
-    shared_bytes   of a program
-    warps          of a program, 32 threads each
+    A thread's registers are handed out in eights; shared_bytes and warps, 32 threads each, are those of a program.
     """
     threads = 32 * warps
     by_registers = of.registers // (-(-registers // 8) * 8 * threads)

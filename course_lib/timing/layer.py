@@ -1,10 +1,4 @@
-"""One layer of one micro-batch on one rank, forward and backward: what computes, what is launched, what is sent.
-
-products     FLOPs at a share of the peak that falls with few rows or narrow matrices; or reading the weights
-attention    at its kernel's rate
-small        norms, rotations, activations, residuals: bytes over the memory's bandwidth
-launches     a layer takes at least the time to launch its kernels, and to wait for other ranks of tp
-"""
+"""One layer of one micro-batch on one rank, forward and backward: what computes, what is launched, what is sent."""
 
 from __future__ import annotations
 
@@ -141,12 +135,8 @@ def layer_times(known: Known, experts: bool) -> Times:
     small_s = _small_s(case, config) / 3
     forward_s, input_s = linear_s + scores_s + small_s, linear_s + backward_of_scores(run) * scores_s + small_s
     weight_s = 0.0 if run.lora else linear_s + small_s
-    input_s += {
-        "none": 0.0,
-        "selective": scores_s,
-        "full": forward_s,
-        "operators": _repeated(config) * linear_s + small_s,
-    }["operators" if run.operators else layout.recompute]
+    again_s = {"none": 0.0, "selective": scores_s, "full": forward_s}[layout.recompute]
+    input_s += _repeated(config) * linear_s + small_s if run.operators else again_s
 
     one, listed = _alone(Known(known.key[:_OF_CALLS], run), experts)
     inside = [call for call in listed["tp"] if call.place in _OF_LAYERS]
@@ -158,25 +148,20 @@ def layer_times(known: Known, experts: bool) -> Times:
     cp_s = _exposed_cp_s(case, one, shares)
     cp_forward_s = cp_s / (1 + FUSED_BACKWARD)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
-    ep_forward_s, ep_backward_s = (
-        calls_s(part, layout, case.cluster, "ep") for part in _forward_and_backward(listed["ep"])
-    )
+    ep_calls = _forward_and_backward(listed["ep"])
+    ep_forward_s, ep_backward_s = (calls_s(part, layout, case.cluster, "ep") for part in ep_calls)
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
         again_s = ep_forward_s / 2
         ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
     if layout.schedule in engine.hides_ep:
         ep_forward_s, ep_backward_s = max(0.0, ep_forward_s - forward_s), max(0.0, ep_backward_s - input_s - weight_s)
-    work = Times(
-        forward_s=forward_s + tp_forward_s + cp_forward_s + ep_forward_s,
-        input_s=input_s + tp_backward_s + cp_s - cp_forward_s + ep_backward_s,
-        weight_s=weight_s,
-        tp_s=tp_forward_s + tp_backward_s,
-        cp_s=cp_s,
-        ep_s=ep_forward_s + ep_backward_s,
-    )
-    longer = (1 + (_least_s(case) / work.total_s) ** _ROUNDING) ** (1 / _ROUNDING)
-    passes = (longer * each for each in (work.forward_s, work.input_s, work.weight_s))
-    return Times(*passes, (longer - 1) * work.total_s, work.tp_s, work.cp_s, work.ep_s)
+    forward_s = forward_s + tp_forward_s + cp_forward_s + ep_forward_s
+    input_s = input_s + tp_backward_s + cp_s - cp_forward_s + ep_backward_s
+    work_s = forward_s + input_s + weight_s
+    longer = (1 + (_least_s(case) / work_s) ** _ROUNDING) ** (1 / _ROUNDING)
+    passes = (longer * each for each in (forward_s, input_s, weight_s))
+    sent = tp_forward_s + tp_backward_s, cp_s, ep_forward_s + ep_backward_s
+    return Times(*passes, (longer - 1) * work_s, *sent)
 
 
 @lru_cache(maxsize=256)
@@ -188,12 +173,10 @@ def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
 @lru_cache(maxsize=8192)
 def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     """The run of one layer without a pipeline, and its calls."""
-    run = known.of
-    ep = run.layout.ep if experts else 1
+    run, ep = known.of, known.of.layout.ep if experts else 1
     layout = replace(run.layout, pp=1, ep=ep, schedule="1f1b", v=1, layers_of_stage=None, zero_stage=0, dp_replicate=1)
-    one = replace(
-        run, config=_one_layer(run.config, experts), layout=layout, lora=None, offload=Offload(), operators=False
-    )
+    alone = {"layout": layout, "lora": None, "offload": Offload(), "operators": False}
+    one = replace(run, config=_one_layer(run.config, experts), **alone)
     return one, stage_calls(one, 0)
 
 
@@ -329,14 +312,12 @@ _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combi
 
 
 def _forward_and_backward(listed: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    backward = [call for call in listed if call.place in _IN_BACKWARD]
-    return [call for call in listed if call.place not in _IN_BACKWARD], backward
+    return tuple([call for call in listed if (call.place in _IN_BACKWARD) == backward] for backward in (False, True))
 
 
 _MEASURED = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-@lru_cache(maxsize=8192)
 def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int) -> float:
     """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it.
 
@@ -352,8 +333,7 @@ def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: in
 
 def _exposed_cp_s(case: Case, one: Run, shares: Utilisation) -> float:
     """What one layer's attention takes longer on cp ranks than an even share of the work, forward and backward."""
-    layout = one.layout
-    if layout.cp == 1:
+    if (layout := one.layout).cp == 1:
         return 0.0
     if not case.engine.balanced_cp and layout.cp_method == "ring":
         layout = replace(layout, cp_sharding="contiguous")

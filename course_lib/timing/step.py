@@ -1,9 +1,5 @@
 """The clock: modelled seconds of one optimizer step of a whole layout, and what they are spent on.
 
-    cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
-    time = step_time(Run(preset("llama-3.1-405b"), layout, 8192), cluster, engine="megatron")
-    time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
-
 It is a model with seven fitted constants (rates.py); docs/PREDICTOR.md has its errors beside measured and published
 runs. An engine is data (engines.py). What the clock puts together are the models of the chapters:
 
@@ -34,7 +30,6 @@ from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
-from course_lib.memory.flats import placed_by
 from course_lib.run import Run
 from course_lib.schedules import make, stages_per_rank
 from course_lib.schedules.simulator import Costs, clock
@@ -48,7 +43,11 @@ from course_lib.validate import Size, checked
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s."""
+    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s.
+
+    model_flops    of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
+    causal_flops   with the half of attention's scores that a causal mask leaves
+    """
 
     compute_s: float
     launches_s: float
@@ -62,8 +61,8 @@ class StepTime:
     update_s: float
     num_tokens: int
     num_gpus: int
-    model_flops: float  # of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
-    causal_flops: float  # the same, of attention's scores the half that a causal mask leaves
+    model_flops: float
+    causal_flops: float
     peak_flops_per_s: float
 
     @property
@@ -105,10 +104,7 @@ _NUM_PARTS = 10
 
 @checked
 def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> StepTime:
-    """Model one optimizer step of a run.
-
-    Raises   TypeError if an argument is no such record, ValueError for an engine that is not known
-    """
+    """Model one optimizer step of a run."""
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
     ranks, busiest, bubble_s = _ranks_and_waits(known(case, *(getattr(layout, name) for name in _OF_A_PIPELINE)))
@@ -137,8 +133,12 @@ _OF_A_PIPELINE = ("pp", "schedule", "v", "micro_batches", "layers_of_stage")
 @lru_cache(maxsize=1024)
 def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
     """Each rank's micro-batch, the busiest rank, what it waits for: layouts that differ in ZeRO have them in common."""
-    layout = known.of.run.layout
-    ranks = _rank_times(layout, _stage_times(known.of))
+    layout, stages, ranks = known.of.run.layout, _stage_times(known.of), []
+    for rank in range(layout.pp):
+        times = Times()
+        for stage in layout.stages_of_rank(rank):
+            times = times.plus(stages[stage])
+        ranks.append(times)
     return ranks, *_pipeline(layout, ranks)
 
 
@@ -150,19 +150,6 @@ def _message_waits(layout: Layout) -> int:
 
 
 # ------------------------------------------------------------------------------------ the pipeline
-def _rank_times(layout: Layout, stages: Sequence[Times]) -> list[Times]:
-    """Seconds of one micro-batch on all stages of each rank."""
-    if layout.stages_per_rank == 1:
-        return list(stages)
-    ranks = []
-    for rank in range(layout.pp):
-        times = Times()
-        for stage in placed_by(layout).stages_of_rank(rank):
-            times = times.plus(stages[stage])
-        ranks.append(times)
-    return ranks
-
-
 def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     """The rank that decides how long a step takes, and the seconds that it waits for other ranks."""
     if layout.pp == 1:
@@ -200,10 +187,9 @@ _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward
 def _one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
     """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it.
 
-    It first waits for stages before it. Then it runs ahead, one micro-batch for each stage behind it, and waits for the
-    first gradient if that comes later; and again for the last one. A backward takes twice as long as a forward.
-
-    slots   seconds of each stage, forward and backward of one micro-batch
+    slots: seconds of each stage, forward and backward of one micro-batch. A stage first waits for stages before it.
+    Then it runs ahead, one micro-batch for each stage behind it, and waits for the first gradient if that comes later;
+    and again for the last one. A backward takes twice as long as a forward.
     """
     found, before, total = [], 0.0, sum(slots)
     for stage, slot in enumerate(slots):
@@ -229,9 +215,8 @@ def _transfer_s(case: Case) -> float:
     layout = case.run.layout
     if layout.pp == 1:
         return 0.0
-    near = layout.world_size <= case.cluster.gpus_per_node
-    if layout.order != AXES:
-        near = ranks_in_a_node(layout, case.cluster, "pp") > 1
+    is_one_node = layout.world_size <= case.cluster.gpus_per_node
+    near = is_one_node if layout.order == AXES else ranks_in_a_node(layout, case.cluster, "pp") > 1
     link = case.cluster.inside if near else case.cluster.between
     size = 2 * case.tokens * case.run.config.d_model / (layout.tp if layout.sequence_parallel else 1)
     return link.latency_s + size / link.achieved_bytes_per_s

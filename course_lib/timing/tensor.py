@@ -52,11 +52,9 @@ def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp)
     payload_bytes = tokens * run.config.d_model * recipe_of(run.recipe).compute_bytes
     per_node = ranks_in_a_node(layout, cluster, "tp")
-    if not layout.sequence_parallel:
-        return collective_s("all_reduce", payload_bytes, layout.tp, cluster, per_node), 0.0
-    return tuple(
-        collective_s(name, payload_bytes, layout.tp, cluster, per_node) for name in ("reduce_scatter", "all_gather")
-    )
+    names = ("reduce_scatter", "all_gather") if layout.sequence_parallel else ("all_reduce",)
+    seconds = [collective_s(name, payload_bytes, layout.tp, cluster, per_node) for name in names]
+    return seconds[0], sum(seconds[1:])
 
 
 @checked

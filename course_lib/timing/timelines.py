@@ -1,8 +1,4 @@
-"""Timelines of one rank: spans on a lane that computes and one that communicates or copies, and what hides behind what.
-
-Buckets beside backward, ZeRO-3's gathers, a layer of tensor parallelism, a ring of context parallelism, rows of
-experts, activations on their way to the host.
-"""
+"""Timelines of one rank: spans on a lane that computes and one that communicates or copies, and what hides what."""
 
 from __future__ import annotations
 
@@ -173,7 +169,6 @@ def expert_layer_spans(seconds: Mapping[str, float], micro_batches: Size = 2, ov
     """A layer of experts for several micro-batches: attention, dispatch, experts, combine of each.
 
     With `overlap` each lane does one part of all micro-batches before the next part; rows travel beside computation.
-    Raises   ValueError unless each part has its seconds, more than 0
     """
     if set(seconds) != set(_EXPERT_PARTS) or not all(value > 0 for value in seconds.values()):
         raise ValueError(f"seconds has {sorted(seconds)}; give more than 0 for each of {', '.join(_EXPERT_PARTS)}")

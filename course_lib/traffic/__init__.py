@@ -1,9 +1,5 @@
 """Which bytes: every collective that a rank calls in one training step, listed before anything runs.
 
-run = Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), seq_len=8192)
-calls(run, rank=0)["tp"]        # every collective over tp, with payload and count
-sent(run, rank=0)               # bytes by axis, as ByteMeter(axes=engine.axes) counts them
-
 step.py          calls, sent: everything, by axis; stage_calls: one micro-batch on one stage
 data.py          gradients, and parameters with ZeRO
 tensor.py        tensor and sequence parallelism
@@ -26,4 +22,4 @@ from course_lib.traffic.collectives import (
     sent_bytes,
 )
 from course_lib.traffic.context import attention_calls
-from course_lib.traffic.step import AXES, Calls, calls, sent, stage_calls
+from course_lib.traffic.step import calls, sent, stage_calls

@@ -1,8 +1,5 @@
 """The bytes of one collective: what a rank sends if every collective travels around a ring, to the byte.
 
-    ring_all_reduce_bytes(payload_bytes, world_size=8)          # one all-reduce
-    sent_bytes(calls, rank=3); by_collective(calls, rank=3)     # a list of calls, as measure/meter.py counts them
-
 A payload is the full tensor: the gathered result of an all-gather, the input of a reduce-scatter. What one rank sends
 to another is a "send"; the matching receive sends nothing and is not listed. Where the elements do not divide into
 world_size equal pieces, ranks differ by an element or two: then `rank` and `itemsize` matter.
@@ -19,10 +16,7 @@ from course_lib.validate import Bytes, Checked, Count, Index, Size, checked
 
 @checked
 def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in a ring all-reduce: 2 (G - 1) / G of the payload.
-
-    Each of the two phases leaves out one piece: the reduce-scatter piece r, the all-gather piece r + 1.
-    """
+    """Count what a rank sends in a ring all-reduce, 2 (G - 1) / G of the payload: each phase leaves out one piece."""
     scattered = reduce_scatter_bytes(payload_bytes, world_size, rank, itemsize)
     return scattered + all_gather_bytes(payload_bytes, world_size, rank, itemsize)
 
@@ -88,19 +82,20 @@ def sent_bytes(calls: Iterable[Call], rank: Index = 0) -> int:
 @checked
 def by_collective(calls: Iterable[Call], rank: Index = 0) -> dict[str, int]:
     """Add up the bytes that a rank sends, by collective, as `ByteMeter.by_collective` has them."""
-    totals: dict[str, int] = {}
-    for call in calls:
-        totals[call.collective] = totals.get(call.collective, 0) + call.count * _sent_by(call, rank)
-    return totals
+    return _added((call.collective, call.count * _sent_by(call, rank)) for call in calls)
 
 
 @checked
 def call_counts(calls: Iterable[Call]) -> dict[str, int]:
     """Count the calls of each collective, as `ByteMeter.calls` has them."""
-    counts: dict[str, int] = {}
-    for call in calls:
-        counts[call.collective] = counts.get(call.collective, 0) + call.count
-    return counts
+    return _added((call.collective, call.count) for call in calls)
+
+
+def _added(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for name, amount in amounts:
+        totals[name] = totals.get(name, 0) + amount
+    return totals
 
 
 _SENT = {

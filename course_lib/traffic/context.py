@@ -32,39 +32,36 @@ def attention_calls(run: Run) -> list[Call]:
     """
     if run.layout.cp == 1:
         return []
-    return _ulysses(run) if run.layout.cp_method == "ulysses" else _blocks(run)
+    passes = [("attention forward", 1 if run.layout.recompute == "none" else 2), ("attention backward", 1)]
+    return (_ulysses if run.layout.cp_method == "ulysses" else _blocks)(run, passes)
 
 
-def _passes(run: Run) -> list[tuple[str, int]]:
-    return [("attention forward", 1 if run.layout.recompute == "none" else 2), ("attention backward", 1)]
+Passes = list[tuple[str, int]]  # of a layer, and how often
 
 
-def _ulysses(run: Run) -> list[Call]:
+def _ulysses(run: Run, passes: Passes) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     local = narrow(run.config, layout.tp)
     token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
     (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
     calls = []
-    for place, count in _passes(run):
+    for place, count in passes:
         outputs = count
         if layout.recompute == "selective" and place == "attention forward":
             outputs -= 1  # a core that is run again ends before its outputs are sent
         of_each = ((N * H, count), (K * H, count), (K * W, count), (N * W, outputs))  # q, k, v, out
-        for width, times in of_each:
-            calls.append(Call(place, "all_to_all", width * token_bytes, layout.cp, itemsize, times))
+        calls += [Call(place, "all_to_all", width * token_bytes, layout.cp, itemsize, n) for width, n in of_each]
     return calls
 
 
-def _blocks(run: Run) -> list[Call]:
+def _blocks(run: Run, passes: Passes) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     cp, sum_bytes = layout.cp, max(itemsize, 4)
     dense = replace(run.config, moe=None)
     block = kv_block_bytes(dense, layout.micro_batch, run.seq_len, cp, itemsize, layout.tp)
     summed = block // itemsize * sum_bytes
     if layout.cp_method == "all_gather":
-        calls = [Call(place, "all_gather", cp * block, cp, itemsize, count) for place, count in _passes(run)]
+        calls = [Call(place, "all_gather", cp * block, cp, itemsize, count) for place, count in passes]
         return [*calls, Call("attention backward", "reduce_scatter", cp * summed, cp, sum_bytes)]
-    calls = [
-        Call(place, "all_to_all", block, cp, itemsize, (cp - 1) * count, to_one=True) for place, count in _passes(run)
-    ]
+    calls = [Call(place, "all_to_all", block, cp, itemsize, (cp - 1) * n, to_one=True) for place, n in passes]
     return [*calls, Call("attention backward", "all_to_all", summed, cp, sum_bytes, cp - 1, to_one=True)]

@@ -34,17 +34,16 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     With replicas (HSDP) both are over the ranks of one replica, "shard" and "expert_shard", and the gradients of shards
     are summed over "replicate" and "expert_replicate" once a step.
     """
-    layout, grad_bytes = run.layout, wire_grad_bytes(recipe_of(run.recipe))
+    layout, grad_bytes, replicas = run.layout, wire_grad_bytes(recipe_of(run.recipe)), run.layout.dp_replicate
     calls: dict[str, list[Call]] = {axis: [] for axis in layout.shard_axes}
-    summed = {"replicate": 0, "expert_replicate": 0}
+    summed = [0, 0]
     for flat in flats:
-        numel = flat.padded if layout.zero_stage else flat.numel
-        calls[layout.shard_axes[flat.kind == "experts"]] += flat_calls(run, numel, flat.ranks)
-        summed["expert_replicate" if flat.kind == "experts" else "replicate"] += numel // flat.ranks
-    for axis, numel in summed.items():
-        if layout.dp_replicate > 1 and numel:
-            call = Call("gradients of replicas", "all_reduce", numel * grad_bytes, layout.dp_replicate, grad_bytes)
-            calls[axis] = [call]
+        is_expert, numel = flat.kind == "experts", flat.padded if layout.zero_stage else flat.numel
+        calls[layout.shard_axes[is_expert]] += flat_calls(run, numel, flat.ranks)
+        summed[is_expert] += numel // flat.ranks
+    for axis, numel in zip(("replicate", "expert_replicate"), summed, strict=True):
+        if replicas > 1 and numel:
+            calls[axis] = [Call("gradients of replicas", "all_reduce", numel * grad_bytes, replicas, grad_bytes)]
     return calls
 
 

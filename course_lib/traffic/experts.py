@@ -31,10 +31,9 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
         return []
     num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
     tokens, row = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp), run.config.d_model * itemsize
-    tokens //= layout.tp if layout.folded else 1
+    tokens //= layout.fold
     plain = layout.expert_method == "plain"
-    weights = 0 if plain else moe.top_k * max(4, itemsize)
-    ids = 0 if plain else moe.top_k * ID_BYTES
+    weights, ids = (0, 0) if plain else (moe.top_k * max(4, itemsize), moe.top_k * ID_BYTES)
     rows = tokens * (moe.top_k if plain else expected_places(moe.num_experts, layout.ep, moe.top_k))
     again = 2 if layout.recompute == "full" else 1
 
@@ -43,25 +42,25 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
         return Call(place, "all_to_all", payload, layout.ep, itemsize, count * num_layers)
 
     counts = COUNT_BYTES * (moe.num_experts if plain else layout.ep)
-    calls = [
+    if not num_layers:
+        return []
+    return [
         Call("counts", "all_to_all", counts, layout.ep, COUNT_BYTES, again * num_layers),
         call("dispatch", row + weights + ids, again),
         call("combine", row, again),
         call("combine backward", row, 1),
         call("dispatch backward", row + weights, 1),
     ]
-    return calls if num_layers else []
 
 
 def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
     """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these assignments."""
-    layout, calls = run.layout, []
+    layout, calls, itemsize = run.layout, [], recipe_of(run.recipe).compute_bytes
     if layout.ep == 1:
         return []
     experts = ExpertLayout(run.config.moe.num_experts, layout.ep)
     one_of("ep_rank", ep_rank, range(layout.ep))
     for routing in routings:
-        itemsize = recipe_of(run.recipe).compute_bytes
         traffic = moe_traffic(routing, experts, run.config.d_model, layout.expert_method, itemsize)
         forward = traffic.forward(ep_rank).total_bytes * (2 if layout.recompute == "full" else 1)
         for place, size in (("experts forward", forward), ("experts backward", traffic.backward(ep_rank).total_bytes)):
@@ -74,10 +73,7 @@ def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[
 
 @checked
 def expected_places(num_experts: Size, places: Size, top_k: Size) -> float:
-    """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
-
-    A place is missed if all k assignments fall elsewhere.
-    """
+    """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly."""
     check_groups(num_experts, top_k, places)
     return places * (1 - math.comb(num_experts - num_experts // places, top_k) / math.comb(num_experts, top_k))
 

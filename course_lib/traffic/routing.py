@@ -1,10 +1,5 @@
 """What a mixture of experts puts on the wire: rows and bytes that each rank sends, from where the tokens are routed.
 
-    layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
-    experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5)     # drawn; or a real step's
-    traffic = moe_traffic(experts, layout, d_model=4096, method="plain")
-    traffic.dispatch[rank].within_bytes, .between_bytes; traffic.sent_bytes(rank)   # what ByteMeter counts there
-
 A routing is one array expert_Tk per rank (a tensor or nested lists serve as well): the k experts of each of its T
 tokens, -1 where a choice was dropped.
 Rows go from rank to rank: rows[src][dst]; those on the diagonal stay where they are and cost nothing.
@@ -98,8 +93,8 @@ def _rows(expert_Tk: Any) -> list[list[int]]:
 class Sent:
     """What one rank sends, to ranks of its own node and to those of other nodes."""
 
-    within_bytes: Bytes = 0
-    between_bytes: Bytes = 0
+    within_bytes: int = 0
+    between_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -163,7 +158,6 @@ def moe_traffic(
     """Exact bytes of one MoE layer for one micro-batch, from its routing.
 
     capacity: rows an expert gets from each rank, for "padded".
-    Raises   ValueError for an unknown method, a routing of another number of ranks, or a missing capacity
     """
     if len(experts) != layout.ep_size:
         raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
@@ -201,8 +195,6 @@ def _count_rows(layout: ExpertLayout, method: str) -> list[Rows]:
     size = layout.ep_size
     if method != "once_per_node":
         return [[[layout.experts_per_rank if method == "plain" else 1] * size for _ in range(size)]]
-    across = [
-        [int(src % layout.ranks_per_node == dst % layout.ranks_per_node) for dst in range(size)] for src in range(size)
-    ]
-    inside = [[int(_same_node(src, dst, layout)) for dst in range(size)] for src in range(size)]
-    return [across, inside]
+    pairs = [[(src, dst) for dst in range(size)] for src in range(size)]
+    across = [[int((src - dst) % layout.ranks_per_node == 0) for src, dst in row] for row in pairs]
+    return [across, [[int(_same_node(src, dst, layout)) for src, dst in row] for row in pairs]]

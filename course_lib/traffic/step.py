@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import Flat, flats_of, layers_of, placed_by
+from course_lib.memory.flats import flats_of, layers_of
 from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
@@ -47,13 +47,12 @@ Calls = dict[str, list[Call]]
 def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> Calls:
     """List every collective that a rank calls in one step, by axis; an axis of one rank has none.
 
-    rank       of the layout's mesh: `layout.mesh.rank(pp=1, tp=0, ...)` finds it by its coordinates
     clip       whether gradients are clipped
     routings   the choices of each of this rank's layers with experts and each micro-batch, for exact bytes of ep;
                without them the rows are expected ones, of tokens that choose evenly
     """
     layout, place = run.layout, run.layout.mesh.coordinates(rank)
-    stages = placed_by(layout).stages_of_rank(place["pp"])
+    stages = layout.stages_of_rank(place["pp"])
     itemsize = recipe_of(run.recipe).param_bytes
     flats = flats_of(run.config, layout, place["pp"], place["tp"], itemsize, run.lora)
     by_axis: Calls = {axis: [] for axis in AXES}
@@ -64,7 +63,9 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
         by_axis["ep"] = routed_calls(run, routings, layout.members(rank)["ep"].index(rank))
     for call in _boundary_calls(run, place["pp"], place["tp"]):
         by_axis["pp"].append(replace(call, count=call.count * layout.micro_batches))
-    by_axis["pp"] += _tied_calls(run, flats)
+    if tied := held(flats, "tied", layout):  # its gradient is summed between the two ranks that have a copy of it
+        grad_bytes = wire_grad_bytes(recipe_of(run.recipe))
+        by_axis["pp"].append(Call("tied weight", "all_reduce", tied * grad_bytes, 2, grad_bytes))
     by_axis["tp"] += partial_gradient_calls(run, flats)
     for axis, of_axis in (*load_calls(run, stages).items(), *gradient_calls(run, flats).items()):
         by_axis[axis] += of_axis
@@ -111,7 +112,7 @@ def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
     Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
     times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
     """
-    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, placed_by(run.layout).rank_of_stage
+    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, run.layout.rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
     payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
     crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]
@@ -120,9 +121,3 @@ def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
         "gradients": sum(owners[after] == pp_rank for _, after in crossed),
     }
     return [Call(place, "send", payload, 2, itemsize, count) for place, count in counts.items() if count]
-
-
-def _tied_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
-    """List the sum of a tied weight's gradient between the two ranks that have a copy of it."""
-    numel, itemsize = held(flats, "tied", run.layout), wire_grad_bytes(recipe_of(run.recipe))
-    return [Call("tied weight", "all_reduce", numel * itemsize, 2, itemsize)] if numel else []

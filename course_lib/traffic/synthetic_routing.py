@@ -1,8 +1,4 @@
-"""Routing without a model: tokens that choose experts at random, with given skew, k and limit; what a capacity drops.
-
-experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5, max_nodes=2)    # one expert_Tk a rank
-moe_traffic(experts, layout, ...)                                                           # bytes of this draw
-"""
+"""Routing without a model: tokens choose experts at random, with given skew, k and limit; what a capacity drops."""
 
 from __future__ import annotations
 

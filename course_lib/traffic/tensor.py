@@ -71,7 +71,7 @@ def _replicated(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> S
         ("head", "all_reduce", D, int(ends[1])),
     ]
     if layout.recompute == "full":
-        sums.append(("recomputation", "all_reduce", D, layers + _last_sums(part) + shared))
+        sums.append(("recomputation", "all_reduce", D, layers + layers * (part.dropout > 0) + shared))
     return sums
 
 
@@ -94,7 +94,7 @@ def _sharded(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Sums
     ]
     if layout.recompute == "full":
         sums += _of_columns("recomputation", "all_gather", part, layers, mlps)
-        sums.append(("recomputation", "reduce_scatter", D, layers + _last_sums(part)))
+        sums.append(("recomputation", "reduce_scatter", D, layers + layers * (part.dropout > 0)))
     return sums
 
 
@@ -105,18 +105,11 @@ def _of_columns(
 
     with_positions   also the key's part with position, which is added and not multiplied: nothing keeps it
     """
-    widths = [part.d_model]
-    if part.mla is not None:
-        widths = [part.mla.q_rank, part.mla.kv_rank, *([part.mla.rope_dim] if with_positions else [])]
-    counts = {part.d_model: mlps}
+    mla, counts = part.mla, {part.d_model: mlps}
+    widths = [mla.q_rank, mla.kv_rank, *[mla.rope_dim] * with_positions] if mla else [part.d_model]
     for width in widths:
         counts[width] = counts.get(width, 0) + attentions
     return [(place, collective, width, count) for width, count in counts.items()]
-
-
-def _last_sums(part: ModelConfig) -> int:
-    """A block runs again up to the last tensor that backward needs: with dropout that is after its last sum."""
-    return part.num_layers if part.dropout else 0
 
 
 def partial_gradient_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:

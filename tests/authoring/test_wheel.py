@@ -12,7 +12,7 @@ from course_lib.authoring import notebook_paths
 from course_lib.authoring.wheel import LEFT_OUT, write_small
 from course_lib.validate import PACKAGE_ALONE
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
 
 @pytest.fixture(scope="module")

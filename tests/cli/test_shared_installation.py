@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from course_lib import authoring
 
-pytestmark = [pytest.mark.launches, pytest.mark.long]
+pytestmark = [pytest.mark.launches, pytest.mark.programs]
 
 CELLS = """import torch, torch.distributed as dist
 from course_lib.launch import launch

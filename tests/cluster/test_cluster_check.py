@@ -221,7 +221,7 @@ def test_without_nvml_or_a_driver_or_ecc_nothing_is_claimed(monkeypatch):
     assert gpus.ask_nvml("GPU-1") is None
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_under_torchrun_it_prints_a_table_a_verdict_and_exits_by_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["-m", "course_lib.cluster", "--layout", "tp=2", "--folder", str(tmp_path), "--message-mb", "1"]

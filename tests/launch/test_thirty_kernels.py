@@ -12,7 +12,7 @@ from jupyter_kernels import Kernel
 
 pytestmark = [
     pytest.mark.launches,
-    pytest.mark.long,
+    pytest.mark.programs,
     pytest.mark.skipif(not warm_kernels.is_possible(), reason="no pidfd, by which a forked kernel is watched"),
 ]
 

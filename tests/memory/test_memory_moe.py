@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from course_lib import timing
+from course_lib import flops, timing
 from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
@@ -73,7 +73,7 @@ def test_flops_count_what_a_token_is_multiplied_with():
         config, dense = preset(name), dense_twin(preset(name))
         assert dense.d_ff == preset(name.removesuffix("-moe")).d_ff
         router = config.num_layers * 8 * config.d_model
-        assert timing.matmul_parameters(config) == timing.matmul_parameters(dense) + router
+        assert flops.matmul_parameters(config) == flops.matmul_parameters(dense) + router
         assert timing.flops_per_token(config, 64) == timing.flops_per_token(dense, 64) + 6 * router
     assert timing.step_flops(TOY, 10, 64, "full") > timing.step_flops(TOY, 10, 64)
     # 250 GFLOP a token at 4096, attention causal: Zhao et al. 2025 (arXiv:2505.09343), table 2

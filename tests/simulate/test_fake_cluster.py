@@ -209,7 +209,7 @@ def test_flops_of_all_ranks_are_those_of_the_formula(recompute):
 
 def test_a_stage_is_simulated_on_the_rank_that_holds_it():
     layout = Layout(pp=2, schedule="zbv", micro_batches=4)
-    assert pp_ranks_of(layout) == [0, 1] and pp_ranks_of(layout, [3, 0]) == [0] and pp_ranks_of(layout, [2]) == [1]
+    assert [pp_ranks_of(layout, stages) for stages in (range(4), [3, 0], [2])] == [[0, 1], [0], [1]]
     with pytest.raises(ValueError, match=r"stages \[4\] do not exist.*0\.\.3"):
         simulate_ranks(Run(DEEP, layout, SEQ_LEN), stages=[4])
 

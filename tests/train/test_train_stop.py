@@ -72,7 +72,7 @@ def test_ranks_that_heard_different_signals_agree_on_the_higher_number():
     assert (exit_code(0), exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)) == (0, 143, 138)
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_143_though_one_was_asked(tmp_path):
     """Tasks of srun, which nobody restarts, and whose exit codes can be seen."""
     of_job = {
@@ -121,7 +121,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_ranks_end_when_the_engine_that_started_them_was_killed(tmp_path):
     """An engine that gets SIGKILL can pass nothing on; its ranks would train on beside those that come next."""
     log = train_log.log_path(tmp_path / "run")

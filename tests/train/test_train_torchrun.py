@@ -19,7 +19,7 @@ from course_lib.train import TrainPlan, trainer
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.programs
 
 MODEL = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
 LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero_stage=1", 8, 24

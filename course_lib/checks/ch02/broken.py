@@ -113,10 +113,4 @@ WRONG = {
     "gradients are right, but every step leaves out the same blocks": {"around": lambda self: self.step < 0},
     "gradients are right, but nothing is recomputed any more": {"recomputed": False},
 }
-check_sometimes_block = Exercise(
-    _Draws,
-    lambda rng: [(fresh_seed(rng),)],
-    WRONG,
-    _watch,
-    right=_DrawsFromTorch,
-)
+check_sometimes_block = Exercise(_Draws, lambda rng: [(fresh_seed(rng),)], WRONG, _watch, right=_DrawsFromTorch)

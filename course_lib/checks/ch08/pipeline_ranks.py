@@ -102,10 +102,7 @@ WRONG = {
     "it has dy where dz belongs: relu's zeros are missing": {"keep": lambda h, y, grad, dz: (h, grad)},
     "averaged over tokens; it is their sum": {"product": lambda h, dz: dz.T @ h / len(h)},
     "it has the output of its linear where the input belongs": {"keep": lambda h, y, grad, dz: (y, dz)},
-    EARLY: {
-        "keep": lambda h, y, grad, dz: (dz.T @ h,),
-        "product": lambda product: product,
-    },
+    EARLY: {"keep": lambda h, y, grad, dz: (dz.T @ h,), "product": lambda product: product},
     "autograd does both halves at once": Stops({"input_half": by_autograd}),
 }
 SAYS = {"gradients of weights that input_half has computed": EARLY}

@@ -154,8 +154,5 @@ _WRONG_ORDER = {
     "return (row, column)": lambda *case: _order(*case)[::-1],
 }
 check_order = Exercise(
-    _order,
-    lambda rng: [(4, 5, 2), (5, 3, 2), (rng.randrange(5, 9), rng.randrange(3, 9), 3)],
-    _WRONG_ORDER,
-    _tiles,
+    _order, lambda rng: [(4, 5, 2), (5, 3, 2), (rng.randrange(5, 9), rng.randrange(3, 9), 3)], _WRONG_ORDER, _tiles
 )
