@@ -179,9 +179,6 @@ def _carved(dp: int, cp: int, fold: int) -> tuple[str, str, int]:
     return "dp x cp x tp", f"{dp} x {cp} x {fold}", dp * cp * fold
 
 
-# --- who is near whom
-
-
 @dataclass(frozen=True)
 class AxisLinks:
     """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them.

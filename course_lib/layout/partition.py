@@ -36,9 +36,6 @@ def kv_replication(config: ModelConfig, tp_size: int) -> int:
     return max(1, tp_size // config.num_kv_heads)
 
 
-# --- layers over stages of a pipeline
-
-
 @checked
 def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
     """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more."""
@@ -112,9 +109,6 @@ def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> Mode
         dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
         moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
-
-
-# --- keys and values over ranks of cp
 
 
 @checked
