@@ -24,10 +24,10 @@ def check_heads(num_heads: Size, num_kv_heads: Size, tp: Size) -> None:
     N, K = num_heads, num_kv_heads
     if N % tp or (K % tp and tp % K):
         fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-        wrong = f"num_heads ({N}) must be divisible by tp ({tp})"
-        if N % tp == 0:
-            wrong = f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it"
-        raise ValueError(f"{wrong}; choose tp from {', '.join(map(str, fitting))}")
+        advice = f"choose tp from {', '.join(map(str, fitting))}"
+        if N % tp:
+            raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
+        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
 @checked(tp_size=Size)
