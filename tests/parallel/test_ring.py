@@ -12,6 +12,7 @@ from course_lib import comm
 from course_lib.launch import launch
 from course_lib.layout import SEQUENCE_SHARDINGS, tile
 from course_lib.measure import ByteMeter
+from course_lib.minimal.ring_attention import attend
 from course_lib.model import standard_attention
 from course_lib.parallel import gathered, ring, tiles
 from course_lib.parallel.positions import positions
@@ -47,8 +48,7 @@ def test_the_fused_kernel_equals_its_twin_forward_and_backward_on_any_rows_and_c
     v, grad = random(B, K, S, value_dim, seed=2), random(B, N, S, value_dim, seed=3)
     lse = random(B, N, S, seed=9) + 4.0  # of whole rows, larger than of this tile alone
     for rows, columns in [(slice(0, 16), slice(0, 16)), (slice(8, 16), slice(0, 8)), (slice(1, 16), slice(0, 15))]:
-        mine, theirs = (x[:, :, rows] for x in (q, grad)), (x[:, :, columns] for x in (k, v))
-        (q_rows, grad_rows), (k_columns, v_columns) = mine, theirs
+        q_rows, grad_rows, k_columns, v_columns = q[:, :, rows], grad[:, :, rows], k[:, :, columns], v[:, :, columns]
         forward = [kernel.forward(q_rows, k_columns, v_columns, causal) for kernel in KERNELS.values()]
         out_rows = random(B, N, S, value_dim, seed=8)[:, :, rows]
         saved = (grad_rows, q_rows, k_columns, v_columns, out_rows, lse[:, :, rows])
@@ -61,14 +61,14 @@ def test_the_fused_kernel_equals_its_twin_forward_and_backward_on_any_rows_and_c
 def test_parts_over_any_cut_of_the_keys_merge_to_the_softmax_over_all(cuts):
     q, k, v, _ = whole_inputs()
     k = k * 400  # scores of some thousands: exponentials would overflow
-    parts = [
-        KERNELS["standard"].forward(q, *kv, False)
-        for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)), strict=True)
-    ]
-    out, lse = parts[0][0], parts[0][1].unsqueeze(-1)
-    for part, part_lse in parts[1:]:
+    pieces = zip(*(x.tensor_split(cuts, 2) for x in (k, v)), strict=True)
+    (out, lse), *parts = [KERNELS["standard"].forward(q, *kv, False) for kv in pieces]
+    lse = lse.unsqueeze(-1)
+    for part, part_lse in parts:
         out, lse = merge(out, lse, part, part_lse.unsqueeze(-1))
     torch.testing.assert_close(out, standard_attention(q, k, v, causal=False), rtol=0, atol=1e-12)
+    out, _ = attend(q, k, v, torch.ones(S, S).tril() == 1)  # the lesson's mask is below any score
+    torch.testing.assert_close(out, standard_attention(q, k, v), rtol=0, atol=1e-12)
 
 
 # --- real ranks
