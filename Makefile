@@ -40,12 +40,13 @@ LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
 found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/index.ipynb
-# of npm: CPython as WebAssembly, a checker of pages, formulas, slides and their formulas
+# of npm: CPython as WebAssembly, a checker of pages, formulas, slides and their formulas, JupyterHub's proxy
 PYODIDE := 314.0.7
 AXE := 4.14.1
 MATHJAX := 3.2.2
 REVEAL := 6.0.2
 KATEX := 0.19.1
+PROXY := 5.3.0
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
@@ -55,7 +56,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes korean korean-status check address \
-        edit size rest nightly setup-newer quick-newer test-solutions test-in-depth test-exhaustive test-programs test-faults test-colab test-newest test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
+        edit size rest nightly setup-newer quick-newer test-solutions test-in-depth test-exhaustive test-programs test-faults test-colab test-newest test-jupyterhub test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -182,7 +183,7 @@ address: setup  ## where the course is had from: make address REPOSITORY=https:/
 NPM := build/npm/node_modules
 $(NPM)/%/package.json:
 	@command -v npm >/dev/null || { echo "make: npm not found; install Node.js 18 or newer: it brings Pyodide, MathJax and reveal.js" >&2; exit 1; }
-	npm install --silent --no-audit --no-fund --ignore-scripts --no-save --prefix build/npm pyodide@$(PYODIDE) axe-core@$(AXE) mathjax@$(MATHJAX) reveal.js@$(REVEAL) katex@$(KATEX)
+	npm install --silent --no-audit --no-fund --ignore-scripts --no-save --prefix build/npm pyodide@$(PYODIDE) axe-core@$(AXE) mathjax@$(MATHJAX) reveal.js@$(REVEAL) katex@$(KATEX) configurable-http-proxy@$(PROXY)
 
 page: setup $(NPM)/pyodide/package.json  ## build/page: panels, planner and claims that compute in a browser; needs npm
 	$(RUN) -m course_lib.web.page build/page --pyodide $(NPM)/pyodide
@@ -236,6 +237,9 @@ test-colab: setup  ## the built wheel with Colab's versions: it replaces none, c
 
 test-newest: setup  ## the built wheel with the newest of every package; 5 GB of an environment
 	$(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places/test_newest.py
+
+test-jupyterhub: setup $(NPM)/configurable-http-proxy/package.json  ## a real JupyterHub: two users, one read-only installation, launches that take turns; needs npm
+	$(RUN) -m pytest -rs -p no:cacheprovider tests/places/test_jupyterhub.py
 
 test-grading: setup  ## nbgrader and course grade on all chapters: right, untouched, cheating
 	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"

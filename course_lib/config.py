@@ -2,12 +2,12 @@
 
 And what every training run is given: `TrainSettings`.
 
-Nothing here builds a tensor; `course_lib.model.build` does. Every preset's parameter count is held in the tests against
-the model that `transformers` builds from the same shape on the meta device.
+Nothing here builds a tensor; `course_lib.model.build` does. The presets stand in models.toml.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from course_lib.validate import (
@@ -21,6 +21,7 @@ from course_lib.validate import (
     checked,
     number,
     one_of,
+    read_toml,
     whole,
 )
 
@@ -274,83 +275,20 @@ class TrainSettings(Checked):
     clip_norm: Positive | None = 1.0
 
 
-def _llama3(name, num_layers, d_model, num_heads, d_ff, scaling_factor, tied=False):
-    return ModelConfig(
-        name, num_layers, d_model, num_heads, num_kv_heads=8, d_ff=d_ff, vocab_size=128_256, max_seq_len=131_072,
-        tied=tied, rope_theta=500_000.0, rope_scaling=RopeScaling(scaling_factor),
-    )  # fmt: skip
+def config_from_dict(values: dict) -> ModelConfig:
+    """Return the config that `dataclasses.asdict` was given, after JSON; a wrong field raises as `ModelConfig` does."""
+    parts = {"rope_scaling": RopeScaling, "moe": MoeConfig, "mla": MlaConfig}
+    return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
 
 
-def _gpt(name, num_layers, d_model, num_heads, max_seq_len=1024):
-    return ModelConfig(
-        name, num_layers, d_model, num_heads, num_kv_heads=num_heads, d_ff=4 * d_model, vocab_size=50_257,
-        max_seq_len=max_seq_len, tied=True, family="gpt", dropout=0.1,
-    )  # fmt: skip
+def _named(name: str, like: str | None = None, **fields) -> ModelConfig:
+    return config_from_dict({"name": name} | (_MODELS[like] if like else {}) | fields)
 
 
-def _xlmr(name, num_layers, d_model, num_heads, vocab_size):
-    return ModelConfig(
-        name, num_layers, d_model, num_heads, num_kv_heads=num_heads, d_ff=4 * d_model, vocab_size=vocab_size,
-        max_seq_len=512, tied=True, family="xlmr", dropout=0.1,
-    )  # fmt: skip
-
-
-# Sources: toy, mini and speaks are ours (weights/base.py has speaks trained). Llama 3.1, Llama 3.2, SmolLM:
-# config.json of their model cards. GPT-2: config.json of gpt2, gpt2-medium, gpt2-large, gpt2-xl. GPT-3: Brown et al.
-# 2020 (arXiv:2005.14165), table 2.1. XLM-R: Conneau et al. 2020 (arXiv:1911.02116) and Goyal et al. 2021
-# (arXiv:2105.00572), with the vocabularies of their model cards. playbook-3b, 3.57 billion parameters: the Ultra-
-# Scale Playbook's figures of TP scaling (nanotron).
-PRESETS: dict[str, ModelConfig] = {
-    config.name: config
-    for config in (
-        ModelConfig("toy", 4, 64, num_heads=8, num_kv_heads=4, d_ff=192, vocab_size=256, max_seq_len=256),
-        ModelConfig("mini", 4, 256, num_heads=8, num_kv_heads=4, d_ff=640, vocab_size=256, max_seq_len=512),
-        ModelConfig("speaks", 4, 192, 8, 4, d_ff=448, vocab_size=2048, max_seq_len=256, tied=True),
-        _llama3("llama-3.2-1b", 16, 2048, 32, d_ff=8192, scaling_factor=32.0, tied=True),
-        _llama3("llama-3.1-8b", 32, 4096, 32, d_ff=14_336, scaling_factor=8.0),
-        _llama3("llama-3.1-70b", 80, 8192, 64, d_ff=28_672, scaling_factor=8.0),
-        _llama3("llama-3.1-405b", 126, 16_384, 128, d_ff=53_248, scaling_factor=8.0),
-        ModelConfig("smollm-1.7b", 24, 2048, 32, 32, d_ff=8192, vocab_size=49_152, max_seq_len=2048, tied=True),
-        ModelConfig("playbook-3b", 28, 3072, 32, 32, d_ff=8192, vocab_size=131_072, max_seq_len=4096, tied=True),
-        _gpt("gpt2", 12, 768, 12),
-        _gpt("gpt2-medium", 24, 1024, 16),
-        _gpt("gpt2-large", 36, 1280, 20),
-        _gpt("gpt2-xl", 48, 1600, 25),
-        _gpt("gpt3-175b", 96, 12_288, 96, max_seq_len=2048),
-        _xlmr("xlm-r-base", 12, 768, 12, vocab_size=250_002),
-        _xlmr("xlm-r-large", 24, 1024, 16, vocab_size=250_002),
-        _xlmr("xlm-r-xl", 36, 2560, 32, vocab_size=250_880),
-        _xlmr("xlm-r-xxl", 48, 4096, 32, vocab_size=250_880),
-    )
-}
-
-# toy-moe and mini-moe are ours: a token uses as many parameters of experts as of toy's and mini's MLPs. Mixtral 8x7B:
-# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088); 8x22B: of its own. DeepSeek-V3: arXiv:2412.19437;
-# without multi-token prediction, YaRN and the small loss of balance within a sequence.
-_DEEPSEEK_MOE = MoeConfig(
-    256, 8, d_expert=2048, num_shared_experts=1, score="sigmoid", balancing="bias", num_groups=8, max_groups=4,
-    routed_scale=2.5, first_dense_layers=3,
-)  # fmt: skip
-MOE_PRESETS: dict[str, ModelConfig] = {
-    config.name: config
-    for config in (
-        replace(PRESETS["toy"], name="toy-moe", moe=MoeConfig(8, 2, d_expert=96, balancing="aux_loss")),
-        replace(PRESETS["mini"], name="mini-moe", moe=MoeConfig(8, 2, d_expert=320, balancing="aux_loss")),
-        ModelConfig(
-            "mixtral-8x7b", 32, 4096, num_heads=32, num_kv_heads=8, d_ff=14_336, vocab_size=32_000, max_seq_len=32_768,
-            rope_theta=1e6, moe=MoeConfig(8, 2, d_expert=14_336, balancing="aux_loss", aux_coefficient=0.02),
-        ),
-        ModelConfig(
-            "mixtral-8x22b", 56, 6144, num_heads=48, num_kv_heads=8, d_ff=16_384, vocab_size=32_000, max_seq_len=65_536,
-            rope_theta=1e6, moe=MoeConfig(8, 2, d_expert=16_384, balancing="aux_loss", aux_coefficient=0.001),
-        ),
-        ModelConfig(
-            "deepseek-v3", 61, 7168, num_heads=128, num_kv_heads=128, d_ff=18_432, vocab_size=129_280,
-            max_seq_len=163_840, head_dim=192, norm_eps=1e-6, moe=_DEEPSEEK_MOE,
-            mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-        ),
-    )
-}  # fmt: skip
+_MODELS = read_toml(Path(__file__).with_name("models.toml"))
+_KNOWN = {name: _named(name, **fields) for name, fields in _MODELS.items()}
+PRESETS: dict[str, ModelConfig] = {name: config for name, config in _KNOWN.items() if config.moe is None}
+MOE_PRESETS: dict[str, ModelConfig] = {name: config for name, config in _KNOWN.items() if config.moe is not None}
 
 
 def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
@@ -377,7 +315,6 @@ def preset(name: str) -> ModelConfig:
 
     Raises   ValueError naming the presets that exist
     """
-    known = PRESETS | MOE_PRESETS
     name = OTHER_NAMES.get(name, name)
-    one_of("preset", name, tuple(known))
-    return known[name]
+    one_of("preset", name, tuple(_KNOWN))
+    return _KNOWN[name]

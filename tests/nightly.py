@@ -41,6 +41,7 @@ TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-deepspeed": ("course_lib/native", "tests/native"),
     "test-newest": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
     "test-colab": ("pyproject.toml", PACKAGE, NOTEBOOKS, "tests/places"),
+    "test-jupyterhub": ("course_lib/launch", "tests/places"),
     "quick-newer": (PACKAGE, "tests"),
 }
 HEAD = """# Last results of `make nightly`

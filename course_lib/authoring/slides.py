@@ -26,54 +26,8 @@ FROM_NPM = (
 LEFT_OUT = ("Play with it", "Break it", "True or false?", "Names", "Your sheet")  # done by hand, not shown
 MOST_LETTERS, MOST_ALONE = 330, 600  # of sentences beside a picture; without one
 SEEN, TELLS = "**What you saw.**", "*So "
+_FILES = Path(__file__).parents[1] / "templates"
 _SENTENCE = re.compile(r"(?:(?<=[.?])|(?<=[.?]\*))\s+(?=[A-Z*$`(])")
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="reveal.js/dist/reset.css">
-<link rel="stylesheet" href="reveal.js/dist/reveal.css">
-<link rel="stylesheet" href="katex/dist/katex.min.css">
-<link rel="stylesheet" href="slides.css">
-</head>
-<body>
-<div class="reveal"><div class="slides">
-{slides}
-</div></div>
-<script src="reveal.js/dist/reveal.js"></script>
-<script src="reveal.js/dist/plugin/notes.js"></script>
-<script src="katex/dist/katex.min.js"></script>
-<script src="katex/dist/contrib/auto-render.min.js"></script>
-<script src="slides.js"></script>
-</body>
-</html>
-"""
-_CSS = """body { background: #fff; color: #1a1a1a; color-scheme: light; }
-.reveal { font: 28px/1.35 system-ui, sans-serif; }
-.reveal .slides { text-align: left; }
-.reveal .slides section { padding: 0; }
-.page { height: 720px; padding: 16px 40px; box-sizing: border-box; display: flex; flex-direction: column; }
-.list { display: block; columns: 2; }
-h1 { font-size: 52px; line-height: 1.2; margin-bottom: 28px; }
-h2 { font-size: 38px; line-height: 1.2; margin-bottom: 16px; }
-h1, h2, strong { font-weight: 650; }
-em { font-style: italic; }
-p, li { margin: 8px 0; }
-ul { list-style: disc; padding-left: 1.2em; }
-code { font-family: ui-monospace, monospace; font-size: 0.86em; }
-img { flex: 1 1 0; min-height: 0; width: 100%; object-fit: contain; margin-bottom: 8px; color-scheme: light; }
-.long { font-size: 24px; }
-a { color: #0b5cad; }
-"""
-_JS = """const size = { width: 1280, height: 720, margin: 0.02, center: false };
-Reveal.initialize({ ...size, hash: true, transition: "none", plugins: [RevealNotes] });
-const signs = [{ left: "$$", right: "$$", display: true }, { left: "$", right: "$", display: false }];
-renderMathInElement(document.querySelector(".slides"), { delimiters: signs, throwOnError: false });
-document.body.dataset.ready = "";
-"""
 
 
 @dataclass
@@ -198,18 +152,18 @@ def write_slides(folder: Path, npm: Path) -> list[Path]:
     for name in FROM_NPM:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (npm / name).is_dir() else shutil.copy)(npm / name, folder / name)
-    (folder / "slides.css").write_text(_CSS, encoding="utf-8")
-    (folder / "slides.js").write_text(_JS, encoding="utf-8")
-    decks, links = [], []
+    for name in ("slides.css", "slides.js"):
+        shutil.copy(_FILES / name, folder / name)
+    page, decks, links = (_FILES / "slides.html").read_text(encoding="utf-8"), [], []
     for name in chapters_of(ROOT / "notebooks"):
         number = Path(name).stem.split("_")[0]
         slides = [*deck(read(ROOT / "notebooks" / name), number, folder), exercises_slide(name)]
         body = "\n".join([as_html(slides[0], 1), *map(as_html, slides[1:])])
         decks.append(folder / f"{number}.html")
-        decks[-1].write_text(_PAGE.format(title=html.escape(slides[0].heading), slides=body), encoding="utf-8")
+        decks[-1].write_text(page.format(title=html.escape(slides[0].heading), slides=body), encoding="utf-8")
         links.append(f'<p class="long"><a href="{number}.html">{html.escape(slides[0].heading)}</a></p>')
     body = f'<section><div class="page list"><h1>Slides</h1>{"".join(links)}</div></section>'
-    (folder / "index.html").write_text(_PAGE.format(title="Slides", slides=body), encoding="utf-8")
+    (folder / "index.html").write_text(page.format(title="Slides", slides=body), encoding="utf-8")
     return decks
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint.files import PARTIAL, everywhere
-from course_lib.checkpoint.manifest import config_from_dict
 from course_lib.checkpoint.state import wait_for_earlier
 from course_lib.checkpoint.storage import parameter_dtype, read, widest
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, config_from_dict
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.hf_weights import (
+    TABLES,
     config_from_transformers,
     name_in_transformers,
     naming_of,
@@ -132,40 +132,18 @@ def _read_parameters(engine: FiveD, folder: str | Path) -> None:
 # --- configs
 
 
-_LLAMA = {"num_hidden_layers": "num_layers", "hidden_size": "d_model", "num_attention_heads": "num_heads",
-          "num_key_value_heads": "num_kv_heads", "intermediate_size": "d_ff", "max_position_embeddings": "max_seq_len",
-          "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
-_DENSE = _LLAMA | {"head_dim": "head_dim"}
-_MIXTRAL = _DENSE | {
-    "num_local_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.top_k",
-    "intermediate_size": "moe.d_expert",
-}
-_DEEPSEEK = _LLAMA | {
-    "n_routed_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.top_k",
-    "moe_intermediate_size": "moe.d_expert",
-    "n_shared_experts": "moe.num_shared_experts",
-    "norm_topk_prob": "moe.normalise_weights",
-    "n_group": "moe.num_groups",
-    "topk_group": "moe.max_groups",
-    "routed_scaling_factor": "moe.routed_scale",
-    "first_k_dense_replace": "moe.first_dense_layers",
-    "q_lora_rank": "mla.q_rank",
-    "kv_lora_rank": "mla.kv_rank",
-    "qk_nope_head_dim": "mla.nope_dim",
-    "qk_rope_head_dim": "mla.rope_dim",
-    "v_head_dim": "mla.value_dim",
-}
-_GPT = {"n_layer": "num_layers", "n_embd": "d_model", "n_head": "num_heads", "n_inner": "d_ff",
-        "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout")}  # fmt: skip
+_FIELDS = TABLES["fields"]  # of config.json: what of a ModelConfig stands there
+_DENSE, _LATENT = _FIELDS["llama"] | {"head_dim": "head_dim"}, _FIELDS["llama"] | _FIELDS["deepseek"]
 _KINDS = {  # model_type -> its class, fields of config.json with what of a ModelConfig stands there, the same in all
     "llama": ("LlamaForCausalLM", _DENSE, {}),
     "qwen3": ("Qwen3ForCausalLM", _DENSE, {}),
-    "mixtral": ("MixtralForCausalLM", _MIXTRAL, {"sliding_window": None}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _DEEPSEEK, {"rope_interleave": True, "attention_bias": False}),
-    "gpt2": ("GPT2LMHeadModel", _GPT, {}),
+    "mixtral": ("MixtralForCausalLM", _DENSE | _FIELDS["mixtral"], {"sliding_window": None}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        _FIELDS["llama"] | _FIELDS["deepseek"],
+        {"rope_interleave": True, "attention_bias": False},
+    ),
+    "gpt2": ("GPT2LMHeadModel", _FIELDS["gpt"], {}),
 }
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from course_lib.comm.records import DTYPES
-from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from course_lib.config import config_from_dict
 from course_lib.layout import Layout
 from course_lib.validate import Index, checked, instance, whole
 
@@ -31,12 +31,6 @@ def wrong_field(manifest: dict) -> str | None:
         except (ValueError, TypeError):
             return told
     return None
-
-
-def config_from_dict(values: dict) -> ModelConfig:
-    """Return the config that `dataclasses.asdict` was given, after JSON; a wrong field raises as `ModelConfig` does."""
-    parts = {"rope_scaling": RopeScaling, "moe": MoeConfig, "mla": MlaConfig}
-    return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
 
 
 @checked

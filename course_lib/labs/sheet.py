@@ -20,6 +20,7 @@ from course_lib.validate import LARGEST_SIZE, Bytes, Size, check_fields, checked
 
 FRAMEWORK, RECIPE = "fsdp2", "bf16-master"
 PORT = 29_500
+FIRST_QUESTION = 3  # behind the file and the form
 PUBLISHED_BYTES, PUBLISHED_NODES = 256e6, (1, 2)
 SHOWN = (  # in a form: what, its name, the size of its unit, the unit
     ("step_s", "step", 1e-3, "ms"),
@@ -45,9 +46,14 @@ class Nodes:
     def num_ranks(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    def one_gpu(self) -> "Nodes":
-        """Return a single GPU of it."""
-        return replace(self, nodes=1, gpus_per_node=1)
+    def of(self, lab: Lab) -> "Nodes":
+        """Return it for a lab: of a lab of one GPU a single one."""
+        return replace(self, nodes=1, gpus_per_node=1) if lab.ranks == ONE_GPU else self
+
+    def __str__(self) -> str:
+        cluster = self.cluster()
+        between = f" with {cluster.between.name} between them" * (self.nodes > 1)
+        return f"{_counted(self.nodes, 'node')} of {self.gpus_per_node} {cluster.gpu.name}{between}"
 
     def cluster(self, device: str | None = None) -> Cluster:
         """Return it as a model takes it; with the GPU of that name, as CUDA prints it, where the course knows it."""
@@ -63,10 +69,15 @@ def modelled(lab: Lab, layout: Layout, cluster: Cluster) -> Estimate:
 
 
 @checked
+def sent_by_axis(lab: Lab, layout: Layout, on_gpu: bool = True) -> dict[str, int]:
+    """Return the bytes that rank 0 sends in a step of one layout, by axis."""
+    config, seq_len = lab.model(on_gpu)
+    return sent(Run(config, layout, seq_len, RECIPE), 0)
+
+
 def modelled_sent(lab: Lab, layout: Layout, on_gpu: bool = True) -> float:
     """Return the bytes that rank 0 sends in a step of one layout."""
-    config, seq_len = lab.model(on_gpu)
-    return sum(sent(Run(config, layout, seq_len, RECIPE), 0).values())
+    return sum(sent_by_axis(lab, layout, on_gpu).values())
 
 
 @checked
@@ -127,9 +138,9 @@ def launch_lines(lab: Lab, machine: Nodes) -> dict[str, str]:
 @checked
 def sheet(lab: Lab, machine: Nodes = Nodes()) -> str:
     """Return the sheet of a lab as Markdown."""
-    machine = machine.one_gpu() if lab.ranks == ONE_GPU else machine
+    machine = machine.of(lab)
     lab.check_ranks(machine.num_ranks)
-    cluster, half = machine.cluster(), machine.num_ranks // 2
+    half = machine.num_ranks // 2
     ways = "\n\n".join(f"{way}:\n\n```sh\n{line}\n```" for way, line in launch_lines(lab, machine).items())
     return f"""# Lab {lab.chapter}: {lab.title}
 
@@ -162,8 +173,7 @@ measured = launch(run_lab, {machine.num_ranks}, "{lab.chapter}", where=where, ti
 
 ## What it should show
 
-Modelled, on {_counted(machine.nodes, "node")} of {machine.gpus_per_node} {cluster.gpu.name}\
-{f" with {cluster.between.name} between them" * (machine.nodes > 1)}.
+Modelled, on {machine}.
 Bytes sent are counted by formula.
 {_layouts_table(lab, machine) if lab.layouts else _sums_table(machine)}
 
@@ -171,7 +181,7 @@ Bytes sent are counted by formula.
 
 1. `lab{lab.chapter}.json`.
 2. The form: `course lab {lab.chapter} --measured lab{lab.chapter}.json`.
-{chr(10).join(f"{number}. {question}" for number, question in enumerate(lab.questions, 3))}
+{chr(10).join(f"{number}. {question.asks}" for number, question in enumerate(lab.questions, FIRST_QUESTION))}
 """
 
 

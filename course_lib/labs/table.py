@@ -8,7 +8,7 @@ from pathlib import Path
 
 from course_lib.config import ModelConfig, MoeConfig, preset
 from course_lib.layout import Layout
-from course_lib.validate import Checked, Size, checked, read_toml
+from course_lib.validate import Checked, Share, Size, checked, read_toml
 
 # Small enough for one GPU of 40 GB without any cut, and all of 8 ranks divide it: heads, layers, experts.
 DENSE = ModelConfig("1.1B", 16, 2048, 32, 8, d_ff=8192, vocab_size=32_768, max_seq_len=4096)
@@ -21,6 +21,23 @@ EXPERTS = replace(
 SEQ_LEN, SEQ_LEN_ON_CPU = 4096, 64
 SUMMED_BYTES, SUMMED_BYTES_ON_CPU = 256 * 10**6, 10**6
 ONE_GPU, CLUSTER = (1,), (4, 8)
+
+
+@dataclass(frozen=True)
+class Question(Checked):
+    """What is asked after a run, and for who marks it the answer.
+
+    compute     the answer's numbers by name, as lines of Python in the words of answers.py
+    within      by which share a number may differ from the answer's
+    answer      with the numbers in braces; `half` and `none` say what else gets half marks, and what gets none
+    """
+
+    asks: str
+    compute: str
+    within: Share
+    answer: str
+    half: str
+    none: str
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Lab(Checked):
     notebook: str
     layouts: tuple[str, ...]
     aim: str
-    questions: tuple[str, ...]
+    questions: tuple[Question, ...]
     experts: bool = False
     ranks: tuple[int, ...] = CLUSTER
     minutes: Size = 10
@@ -64,7 +81,10 @@ class Lab(Checked):
         return preset("toy-moe" if self.experts else "toy"), SEQ_LEN_ON_CPU
 
 
-LABS = {chapter: Lab(chapter, **fields) for chapter, fields in read_toml(Path(__file__).with_name("labs.toml")).items()}
+LABS = {
+    chapter: Lab(chapter, **fields | {"questions": tuple(Question(**asked) for asked in fields["questions"])})
+    for chapter, fields in read_toml(Path(__file__).with_name("labs.toml")).items()
+}
 
 
 @checked

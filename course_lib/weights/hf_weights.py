@@ -6,6 +6,7 @@ DeepseekV3ForCausalLM (without YaRN and multi-token prediction), GPT2LMHeadModel
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,68 +15,14 @@ from course_lib.config import ModelConfig
 from course_lib.model import build
 from course_lib.model.moe import moe_layers
 from course_lib.shapes import of_transformers
+from course_lib.validate import read_toml
 
-# Ours -> theirs. Inside a block the name follows the prefix of that block.
-_LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
-}
-_DEEPSEEK_BLOCK = _LLAMA_BLOCK | {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.q_up": "self_attn.q_b_proj",
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-    "mlp.router": "mlp.gate",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-}
 _MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}  # a matrix of one expert, as files have it
-_GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
-_GPT_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",  # q, k and v side by side
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_XLMR_TOP = {
-    "embed": "embeddings.word_embeddings",
-    "positions": "embeddings.position_embeddings",
-    "token_type": "embeddings.token_type_embeddings",
-    "norm": "encoder.LayerNorm",
-}
-_XLMR_BLOCK = {
-    "attention_norm": "attention.self_attn_layer_norm",
-    "attention.q": "attention.self.query",
-    "attention.k": "attention.self.key",
-    "attention.v": "attention.self.value",
-    "attention.o": "attention.output.dense",
-    "mlp_norm": "LayerNorm",
-    "mlp.up": "intermediate.dense",
-    "mlp.down": "output.dense",
-}
-NAMES = {
-    "llama": (_LLAMA_TOP, "model.layers", _LLAMA_BLOCK),
-    "deepseek": (_LLAMA_TOP, "model.layers", _DEEPSEEK_BLOCK),
-    "gpt": (_GPT_TOP, "transformer.h", _GPT_BLOCK),
-    "xlmr": (_XLMR_TOP, "encoder.layer", _XLMR_BLOCK),
+TABLES = read_toml(Path(__file__).with_name("names.toml"))
+_TENSORS = TABLES["tensors"]
+NAMES = {  # ours -> theirs: outside of blocks, the prefix of blocks, inside of them
+    naming: (of["top"], of["prefix"], _TENSORS[of.get("like", naming)]["block"] | of["block"])
+    for naming, of in _TENSORS.items()
 }
 
 

@@ -142,16 +142,6 @@ def course(root):
             "[Index](index.ipynb) · [Previous](00_ranks.ipynb) · [In depth](01_zero_in_depth.ipynb) · "
             "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
         ),
-        (
-            "notebooks/01_zero_in_depth.ipynb",
-            "[Index](index.ipynb) · [Lesson](01_zero.ipynb) · [Previous](00_ranks.ipynb) · "
-            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
-        ),
-        (
-            "solutions/01_zero.ipynb",
-            "[Index](../notebooks/index.ipynb) · [Chapter](../notebooks/01_zero.ipynb) · "
-            "[Exercises](../exercises/01_zero.ipynb)",
-        ),
     ],
 )
 def test_navigation_leads_to_the_neighbours_the_exercises_and_the_second_reading(course, path, links):

@@ -220,14 +220,6 @@ def test_new_writes_no_solution_and_no_link_to_one_unless_asked(tmp_path):
             assert all((path.parent / target).exists() for target in re.findall(r"\]\(([\w./]+\.ipynb)\)", cell.source))
 
 
-@pytest.mark.parametrize("name", ["", "  "])
-def test_new_refuses_a_folder_without_a_name(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["new", name]) == 2
-    assert "among the arguments is empty; give a value" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_link_of_a_new_folder_is_dead(tmp_path):
     assert cli.main(["new", str(tmp_path), "--with-solutions"]) == 0
     paths = authoring.notebook_paths("notebooks", "exercises", "solutions", root=tmp_path)

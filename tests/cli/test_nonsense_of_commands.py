@@ -155,7 +155,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "05",
         "course_lib.cli.lab.sheet",
         {
-            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write"},
+            **{"05": "chapter", "--measured": "measured", "--folder": "folder to write", "--answers": "flag"},
             **{"--nodes": "size", "--gpus-per-node": "size", "--gpu": "word", "--nodes-link": "word"},
         },
     ),

@@ -3,12 +3,12 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 
 import pytest
 import yaml
+from harness import free_port
 
 from course_lib.cli import commands
 from course_lib.cluster import Site, jobset, read_site
@@ -74,7 +74,7 @@ def test_kubernetes_and_jobset_know_every_field():
 def test_the_commands_of_two_pods_train_together_here(tmp_path):
     command = pod_of(jobset(Site(nodes=2)))[1]["containers"][0]["command"]
     here = {"$(JOB_COMPLETION_INDEX)": "{rank}", "course-train-node-0-0.course-train": "127.0.0.1"}
-    here |= {"/shared": str(tmp_path), "29500": str(free_port())}
+    here |= {"/shared": str(tmp_path), "29500": free_port()}
     runs = []
     for rank in range(2):
         words = [sys.executable, *command[1:]]
@@ -88,9 +88,3 @@ def test_the_commands_of_two_pods_train_together_here(tmp_path):
     assert codes == [0, 0], told
     assert re.search(r"step 20 of 20: loss 3\.\d+", told), told
     assert list((tmp_path / "checkpoints" / "course-train").iterdir())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

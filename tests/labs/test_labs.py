@@ -12,6 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.cli import commands
 from course_lib.labs import LABS, Nodes, form, lab_named, sheet
+from course_lib.labs.answers import numbers_of, words_of
 from course_lib.labs.measure import SUMS, on_gpus, run_lab
 from course_lib.labs.sheet import PORT, compare, launch_lines, modelled, modelled_sent, modelled_sums, published_shares
 from course_lib.launch import launch
@@ -62,7 +63,40 @@ def test_there_is_a_lab_for_each_chapter_and_its_layouts_fit_its_numbers_of_rank
 def test_the_sheets_in_docs_are_those_of_the_table(chapter):
     path = ROOT / "docs" / "labs" / f"{chapter}.md"
     assert path.read_text(encoding="utf-8") == sheet(LABS[chapter]), "run: course lab all --folder docs/labs"
-    assert all(question in path.read_text() for question in LABS[chapter].questions)
+    for question in LABS[chapter].questions:
+        assert question.asks in path.read_text()
+        assert question.half not in path.read_text() and question.answer[:30] not in path.read_text()
+
+
+PARAMETERS = 2 * 32768 * 2048 + 2048 + 16 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048)
+BY_HAND = {  # by the chapter's formula, on two nodes of four H100: chapter, question, number -> value
+    ("00", 1, "of_the_bytes"): 1,
+    ("01", 1, "gflop_per_token"): (6 * PARAMETERS + 12 * 16 * 2048 * 4096 / 2) / 1e9,
+    ("03", 1, "mb"): 2 * 7 / 8 * 2 * PARAMETERS / 1e6,
+    ("04", 0, "by_stage_1_gb"): 7 / 8 * 12 * PARAMETERS / 1e9,
+    ("04", 1, "of_the_bytes"): 3 / 2,
+    ("07", 1, "tokens_of_a_rank"): 2 * 8 / 32 * 0.35 * 989.4e12 / 50e9,
+    ("08", 0, "first"): 7 / 15,
+    ("08", 0, "second"): 7 / 39,
+    ("09", 1, "times"): 8 / 2,
+    ("12", 2, "steps_at_most"): 5,
+}
+
+
+@pytest.mark.parametrize(("chapter", "place", "name"), BY_HAND)
+def test_what_a_chapters_formula_gives_by_hand_is_marked_as_right(chapter, place, name):
+    lab = LABS[chapter]
+    question, value = lab.questions[place], BY_HAND[chapter, place, name]
+    computed = numbers_of(question, words_of(lab, Nodes().of(lab)))[name]
+    assert abs(value - computed) <= question.within * computed + 1e-9 < computed
+
+
+def test_answers_tell_each_number_with_its_bounds_and_what_gets_half_and_none(tmp_path):
+    assert commands.main(["lab", "all", "--answers", "--folder", str(tmp_path)]) == 0
+    for lab in LABS.values():
+        told = (tmp_path / f"{lab.chapter}-answers.md").read_text()
+        assert told.count(", right from ") >= len(lab.questions) and "{" not in told
+        assert all(text in told for one in lab.questions for text in (one.asks, one.half, one.none))
 
 
 @pytest.mark.parametrize("per_node", [2, 4])

@@ -9,7 +9,6 @@ from kept_bytes import kept_bytes
 
 from course_lib import model, training
 from course_lib.config import ModelConfig, preset
-from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
 from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
@@ -123,27 +122,3 @@ def test_ranks_of_a_pipeline_hold_different_amounts():
 def test_what_crosses_a_boundary_is_the_stream_alone():
     assert boundary_bytes(LLAMA_405B, 1, 8192) == 8192 * 16_384 * 2
     assert boundary_bytes(LLAMA_405B, 1, 8192, cp=2, tp=8) == 8192 * 16_384 * 2 // 16
-
-
-# ---- published
-
-
-def test_C110_C111_what_falls_as_pipelines_grow_and_what_does_not():
-    """The figure's bars agree with the falls that it prints: each is from the bar before."""
-    efficiency = {p: 32 / (32 + p - 1) for p in (2, 4, 8, 16, 32)}
-    for micro_batches, falls in PUBLISHED_1F1B_FALLS.items():
-        bars = PUBLISHED_1F1B_THROUGHPUT[micro_batches]
-        for pp, fall in falls.items():
-            assert 1 - bars[pp] / bars[pp // 2] == pytest.approx(fall, abs=0.003)
-    many, few = PUBLISHED_1F1B_THROUGHPUT["32"], PUBLISHED_1F1B_THROUGHPUT["pp - 1"]
-    assert [round(100 * fall, 1) for fall in PUBLISHED_1F1B_FALLS["32"].values()] == [9.5, 16.1, 32.4, 52.4]  # C111
-    whole = [pp * per_gpu for pp, per_gpu in many.items()]  # all GPUs together: rises up to 16, not to 32
-    assert whole[:4] == sorted(whole[:4]) and whole[4] < whole[3]
-    assert many[32] == pytest.approx(few[32], rel=0.01)  # 32 and 31 micro-batches
-    # without the bubble: nearly level inside a node of 8, in both figures alike; what falls beyond is not the bubble
-    level = {pp: many[pp] / efficiency[pp] for pp in many}
-    same = {pp: few[pp] / (1 / 2) for pp in few}  # C110: m = p - 1 computes half of the time, whatever p
-    assert all(abs(level[pp] / level[2] - 1) < 0.11 for pp in (4, 8))
-    assert all(abs(same[pp] / same[2] - 1) < 0.10 for pp in (4, 8))
-    assert level[16] < 0.85 * level[8] and level[32] < 0.65 * level[16]
-    assert same[32] / same[16] == pytest.approx(1 - 0.443, abs=0.003)

@@ -1,7 +1,7 @@
 """Environments as people have them elsewhere, the built wheel installed into them, notebooks run by their kernels.
 
-An environment is made once, in .venv-colab or .venv-newest of the clone (each some 5 GB with PyTorch's CUDA libraries),
-and is left as it was made: what the wheel's installation added is removed at the end.
+An environment is made once, in .venv-colab, .venv-newest (each some 5 GB with PyTorch's CUDA libraries) or
+.venv-jupyterhub of the clone, and is left as it was made: what the wheel's installation added is removed at the end.
 """
 
 import json
@@ -66,14 +66,20 @@ def packages_of(python: Path) -> dict[str, str]:
     return {package["name"]: package["version"] for package in listed}
 
 
-def environment(python: str, name: str, wheel: Path, folder: Path):
-    """The environment of `name`.txt, made if it is not there yet; the wheel is in it while a test module runs."""
+def made_environment(python: str, name: str) -> Path:
+    """The Python of the environment of `name`.txt, made if it is not there yet."""
     requirements, place = Path(__file__).with_name(f"{name}.txt"), ROOT / f".venv-{name}"
     inside, made = place / "bin" / "python", place / ".made-from"
     if not made.exists() or made.read_text() != requirements.read_text():
         run(python, "-m", "venv", "--clear", place)
         run(inside, "-m", "pip", "install", "--quiet", "--no-compile", "-r", requirements)
         made.write_text(requirements.read_text())
+    return inside
+
+
+def environment(python: str, name: str, wheel: Path, folder: Path):
+    """The environment of `name`.txt; the wheel is in it while a test module runs."""
+    inside = made_environment(python, name)
     before = packages_of(inside)
     run(inside, "-m", "pip", "install", "--quiet", "--no-compile", wheel)
     after = packages_of(inside)

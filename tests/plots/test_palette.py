@@ -1,10 +1,10 @@
-"""Colours can be told apart by every colour vision, text can be read on them, and numbers carry their unit."""
+"""Colours can be told apart by every colour vision, and text can be read on them."""
 
 from itertools import pairwise
 
 import numpy as np
 
-from course_lib import palette, units
+from course_lib import palette
 from course_lib.measure.tracker import KINDS as TRACKED_KINDS
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency"
@@ -65,12 +65,3 @@ def test_text_has_contrast_on_every_colour():
     for color in [*palette.KIND_COLORS.values(), *palette.AXIS_COLORS.values(), *palette.RANK_COLORS]:
         light, dark = sorted([palette.luminance(color), palette.luminance(palette.text_on(color))], reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 4.5, color
-
-
-def test_numbers_carry_their_unit():
-    assert units.show_bytes(16_060_522_496) == "16.1 GB"
-    assert units.show_bytes(16_060_522_496, "GiB") == "15.0 GiB"
-    assert units.show_bytes(999) == "999 B"
-    assert units.unit_for(2**30, binary=True) == "GiB"
-    assert units.show_seconds(0.00234) == "2.34 ms"
-    assert [units.three_digits(x) for x in (0, 0.0123, 9.996, 99.96, 1234)] == ["0", "0.0123", "10.0", "100", "1,234"]

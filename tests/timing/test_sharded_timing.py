@@ -12,7 +12,6 @@ from course_lib.hardware import (
     PUBLISHED_TP_SP_THROUGHPUT,
     PUBLISHED_TP_THROUGHPUT,
     Cluster,
-    published_link,
 )
 from course_lib.layout import Layout
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
@@ -22,7 +21,6 @@ from course_lib.timing import (
     crossing_s,
     step_time,
     tensor_parallel_layer_spans,
-    tokens_that_hide_a_gather,
     waiting_s,
     zero3_spans,
 )
@@ -115,21 +113,6 @@ def test_prefetch_hides_all_but_the_first_gather_and_the_last_reduction():
             assert at[f"reduce {index}"].start_s >= at[f"backward {index}"].stop_s
             first = next(s for s in each if s.name == f"gather {index}")
             assert at[f"forward {index}"].start_s >= first.stop_s
-
-
-def test_a_slow_network_is_not_hidden():
-    spans = zero3_spans((1, 2), 3, 3, 4)
-    busy = sum(s.seconds for s in spans if s.lane == "communication")
-    assert busy == 3 * 4 * 3 and spans[-1].stop_s >= busy
-
-
-def test_C072_whether_prefetch_hides_a_gather_depends_on_tokens_and_bandwidth():
-    """The rule "up to 512 ranks", put into numbers: tokens a GPU that hide a gather at 45 % of an H100's peak."""
-
-    def needed(nodes):
-        return tokens_that_hide_a_gather(8 * nodes, published_link(nodes, "all_gather").bytes_per_s, H100, 0.45)
-
-    assert [round(needed(nodes), -2) for nodes in (1, 8, 64)] == [1600, 6300, 40200]  # 64 nodes: 512 ranks
 
 
 # ---- offload

@@ -33,18 +33,6 @@ LAYOUTS = [
     (MOE, "dp=2,tp=2,ep=4,sequence_parallel=true,zero_stage=3,regather=true,micro_batches=2", 32),
     (SHARED, "dp=2,cp=2,ep=4,recompute=full,zero_stage=2", 32),
 ]
-OTHERS = [  # tests/parallel/test_parallel_five_d.py compares the bytes of layouts like these
-    (TOY, "dp=2,tp=2,zero_stage=1", 32),
-    (TOY, "pp=2,tp=2,sequence_parallel=true,micro_batches=3", 32),
-    (TOY, "pp=2,dp=2,schedule=interleaved,v=2,micro_batches=2,zero_stage=2", 32),
-    (TOY, "tp=2,cp=2,cp_method=ulysses,recompute=full", 32),
-    (TIED, "pp=2,cp=2,micro_batches=2,cp_method=all_gather", 32),
-    (MOE, "pp=2,dp=2,ep=2,micro_batches=2", 32),
-    (MOE, "dp=2,tp=2,ep=2,sequence_parallel=true,expert_method=once_per_rank,zero_stage=3", 32),
-    (SHARED, "dp=2,tp=2,ep=2,recompute=full", 32),
-    (SHARED, "tp=4,ep=2,expert_tp=1,sequence_parallel=true,recompute=full,regather=true", 32),
-    (SHARED, "cp=2,tp=2,ep=4,sequence_parallel=true,expert_method=once_per_rank,zero_stage=1", 32),
-]
 
 
 def held_bytes(engine, optimizer):
@@ -82,10 +70,9 @@ def count_bytes(layouts):
     return found
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OTHERS, marks=EXHAUSTIVE)], ids=["some", "others"])
-def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say(layouts):
-    results = launch(count_bytes, 4, layouts)
-    for index, (config, text, seq_len) in enumerate(layouts):
+def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
+    results = launch(count_bytes, 4, LAYOUTS)
+    for index, (config, text, seq_len) in enumerate(LAYOUTS):
         layout = Layout.parse(text)
         for rank in range(4):
             routings = None
