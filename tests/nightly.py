@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "NIGHTLY.md"
 PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
+    "test-in-depth": (PACKAGE, NOTEBOOKS),
     "test-programs": ("tests", *(f"course_lib/{name}" for name in ("authoring", "cluster", "labs", "launch", "train"))),
     "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
     "test-processors": (NOTEBOOKS,),
@@ -84,13 +85,8 @@ def written(results: dict[str, Result]) -> str:
 
 def changed(results: dict[str, Result], root: Path = ROOT) -> list[str]:
     """The targets that have not passed with the files as they are."""
-    return [
-        target
-        for target in TOUCHES
-        if target not in results
-        or results[target].result != "passed"
-        or results[target].fingerprint != fingerprint(target, root)
-    ]
+    found = {target: (one.result, one.fingerprint) for target, one in results.items()}
+    return [target for target in TOUCHES if found.get(target) != ("passed", fingerprint(target, root))]
 
 
 def run(target: str) -> Result:
