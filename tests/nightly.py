@@ -22,18 +22,18 @@ PAGE = ROOT / "docs" / "NIGHTLY.md"
 PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
-    "test-programs": ("tests", *(f"course_lib/{name}" for name in ("authoring", "cluster", "labs", "launch", "train"))),
+    "test-in-depth": (PACKAGE, NOTEBOOKS),
+    "test-programs": (
+        "tests",
+        *map("course_lib/{}".format, ("authoring", "cli", "cluster", "labs", "launch", "train")),
+    ),
     "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
     "test-processors": (NOTEBOOKS,),
     "test-browser": (
-        "course_lib/widgets",
-        "course_lib/panels",
-        "course_lib/web",
-        NOTEBOOKS,
-        "exercises",
-        "docs/site",
-        "tests/browser",
+        *(f"course_lib/{name}" for name in ("widgets", "panels", "web")),
+        *(NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
     ),
+    "site": (PACKAGE, NOTEBOOKS, "exercises", "ko", *(f"docs/{name}" for name in ("site", "labs", "TEACHING.md"))),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
     "test-kernels": ("course_lib/kernels", "tests/kernels", "notebooks/13a_inside_a_gpu.ipynb"),
@@ -88,13 +88,8 @@ def written(results: dict[str, Result]) -> str:
 
 def changed(results: dict[str, Result], root: Path = ROOT) -> list[str]:
     """The targets that have not passed with the files as they are."""
-    return [
-        target
-        for target in TOUCHES
-        if target not in results
-        or results[target].result != "passed"
-        or results[target].fingerprint != fingerprint(target, root)
-    ]
+    found = {target: (one.result, one.fingerprint) for target, one in results.items()}
+    return [target for target in TOUCHES if found.get(target) != ("passed", fingerprint(target, root))]
 
 
 def run(target: str) -> Result:

@@ -35,7 +35,6 @@ Rows = list[list[int]]  # rows[src][dst]
 Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested lists
 
 
-# ------------------------------------------------------------------------------------ rows
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
@@ -88,7 +87,6 @@ def _rows(expert_Tk: Any) -> list[list[int]]:
     return expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
 
 
-# ------------------------------------------------------------------------------------ bytes
 @dataclass(frozen=True)
 class Sent:
     """What one rank sends, to ranks of its own node and to those of other nodes."""

@@ -14,7 +14,8 @@ from course_lib.memory.flats import flats_of
 from course_lib.run import Run
 from course_lib.schedules import Costs, bubble, make, simulate
 from course_lib.schedules.simulator import clock
-from course_lib.timing import RATES, Rates, calls_s, collective_s, ranks_in_a_node, stage_costs, step_time
+from course_lib.timing import RATES, Rates, calls_s, collective_s, stage_costs, step_time
+from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.layer import network_s
 from course_lib.timing.rates import RANGES
 from course_lib.timing.step import least_waiting_slots

@@ -6,7 +6,7 @@ import torch
 from course_lib.config import MoeConfig
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import capacity, capacity_of
-from course_lib.traffic import all_to_all_bytes
+from course_lib.traffic.collectives import all_to_all_bytes
 from course_lib.traffic.routing import (
     Sent,
     counts_of,
