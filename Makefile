@@ -116,7 +116,7 @@ unit: setup  ## quick, and the suites of the core that start ranks (CORE in test
 rest: setup  ## the tests that make test leaves out
 	$(RUN) -m pytest -m "(long or not core and (launches or slow)) and not programs and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
-test-programs: setup  ## ranks and the trainer under torchrun, accelerate, pods; an installed wheel; thirty kernels at once
+test-programs: setup  ## ranks and the trainer under torchrun, accelerate, pods, scripts; an installed wheel; thirty kernels at once
 	$(RUN) -m pytest -m "programs and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left

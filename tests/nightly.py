@@ -23,7 +23,10 @@ PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
     "test-in-depth": (PACKAGE, NOTEBOOKS),
-    "test-programs": ("tests", *(f"course_lib/{name}" for name in ("authoring", "cluster", "labs", "launch", "train"))),
+    "test-programs": (
+        "tests",
+        *map("course_lib/{}".format, ("authoring", "cli", "cluster", "labs", "launch", "train")),
+    ),
     "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
     "test-processors": (NOTEBOOKS,),
     "test-browser": (
