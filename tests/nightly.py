@@ -20,20 +20,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "NIGHTLY.md"
 PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
+
+
+def _lib(*names: str) -> tuple[str, ...]:
+    """Paths of folders and files of the package."""
+    return tuple(f"{PACKAGE}/{name}" for name in names)
+
+
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
-    "test-programs": ("tests", *(f"course_lib/{name}" for name in ("authoring", "cluster", "labs", "launch", "train"))),
-    "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
+    "test-programs": ("tests", *_lib("authoring", "cluster", "labs", "launch", "train")),
+    "test-fake-gpu": (*_lib("parallel", "train", "kernels", "devices.py"), NOTEBOOKS, "tests/fake_gpu", "tests/gpu"),
     "test-processors": (NOTEBOOKS,),
-    "test-browser": (
-        "course_lib/widgets",
-        "course_lib/panels",
-        "course_lib/web",
-        NOTEBOOKS,
-        "exercises",
-        "docs/site",
-        "tests/browser",
-    ),
+    "test-browser": (*_lib("widgets", "panels", "web"), NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
     "test-kernels": ("course_lib/kernels", "tests/kernels", "notebooks/13a_inside_a_gpu.ipynb"),
