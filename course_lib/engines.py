@@ -19,27 +19,7 @@ from course_lib.validate import Amount, Bytes, Checked, Count, Share, one_of, re
 
 @dataclass(frozen=True)
 class File(Checked):
-    """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
-
-    program         who reads it
-    recipes         names of `memory.states.RECIPES`, each with its fields in the file
-    words           its words for ours, where they differ: of schedules and cp methods
-    axes            beside dp
-    order           of its axes on the hardware, outermost first; empty: any
-    zero_stages     where ranks share the data, without a pipeline
-    pipeline_zero   and in one
-    zero_0_alone    ZeRO-0 only where dp is the only axis
-    data_needed     tp and pp only beside dp or cp
-    replicas        shards inside groups of ranks, and replicas of these (HSDP)
-    schedules, recomputes, cp_methods, cp_shardings   words of a layout
-    regathers       inputs of sequence-parallel products may stay gathered (False), be gathered again (True)
-    sequence_parallel  with tp it may be off (False), on (True)
-    even_stages     stages have equally many layers
-    told_stages     layers of each stage can be told
-    folds_all       whole experts go over all ranks of cp and tp only, not over some of them
-    families        of models
-    lacks           parts of models: those of `plan/config_files.py`
-    """
+    """What a configuration file can say of a layout, by field in engines.toml: search and export take no other."""
 
     program: str
     recipes: Mapping[str, dict] = field(hash=False)
@@ -66,55 +46,7 @@ class File(Checked):
 
 @dataclass(frozen=True)
 class EngineFacts(Checked):
-    """Facts of one engine.
-
-    States
-    recipes             names of `memory.states.RECIPES` that it can have
-    recipe              that of its usual configuration
-    pipeline_grads_whole  in a pipeline gradients stay whole in FP32, and parameters gathered, to the end of a step
-    root_gathered       with ZeRO-3 embedding and head, FSDP's root unit, stay gathered from forward to backward
-    backward_grad_bytes  bytes a parameter of gradients of one backward, beside those that are kept; 0: none
-    bucket_bytes        bytes a parameter of buckets that data parallelism without ZeRO sends from
-    update_bytes        bytes a parameter that an update holds beside states; None: a tensor at a time
-
-    What is saved for backward
-    swiglu_tensors      tensors of d_ff numbers a token: 4 eager (gate, up, silu, product), 3 fused (gate, up, product),
-                        2 compiled (gate, up)
-    norm_bytes          bytes a number that a norm saves beside its output, in 2-byte precision
-    fp8_input_bytes     bytes a number of a product's saved input, where products are in FP8
-    regathers           with sequence parallelism inputs of products are saved in pieces, and gathered again
-    balanced_cp         whether ranks of cp have equally many pairs; otherwise the last has most
-
-    The loss
-    loss_bytes          bytes a logit at its largest moment, without tp
-    tp_loss_bytes       and where tp cuts the vocabulary
-    chunked_loss        whether it can take the loss in chunks of tokens
-    chunks_make_gradients  forward then makes the head's gradients, in FP32, and keeps them for backward
-
-    What is no state
-    message_buffers     buffers for the messages of all micro-batches are there from the start of a step
-    whole_sequences     tensors of a whole sequence that tp's collectives hold besides
-    cut                 "even" layers a stage, or "cost": by parameters, embedding aside
-    other_blocks        of a pipeline beside layers, such as norm, head and loss: so many stages may have no layer
-
-    What its log says
-    log_unit            bytes of its GB
-    log_reserved        what the allocator reserved, without CUDA's context and NCCL's buffers; else all of the device
-    reserved_share      of tensors' bytes, so much is reserved
-    unfilled_bytes      and so much besides, in pieces that no tensor fills
-    queued_tensors      tensors of a whole sequence that wait at most in the queue of launches, where tp shares them
-    log_first           the log is of the first stage alone
-
-    Time (timing/step.py)
-    fused               small operations run as one kernel, also the update: torch.compile, Transformer Engine
-    hides_tp            share of tp's exposed time that is hidden: collectives cut in pieces beside products
-    hides_behind_weights  backward's sums of tp travel beside weight gradients
-    hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
-    hides_ep            schedules in which rows of experts travel beside another micro-batch
-    counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
-
-    file                what its configuration file can say
-    """
+    """Facts of one engine; engines.toml says what each means."""
 
     name: str
     recipes: tuple[str, ...]

@@ -148,7 +148,13 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     """Texts without values, and patterns of those with values; the one with most fixed words stands first."""
     import polib  # what speaks English never needs it
 
-    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(str(CATALOGUE)) if entry.translated()]
+    if CATALOGUE.exists():
+        text = CATALOGUE.read_text(encoding="utf-8")
+    else:  # the wheel for Colab has it packed
+        import bz2
+
+        text = bz2.decompress(CATALOGUE.with_suffix(".po.bz2").read_bytes()).decode()
+    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
         if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
             entries += zip(lines, korean.split("\n"), strict=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from course_lib.config import MOE_PRESETS, OTHER_NAMES, PRESETS, MlaConfig, ModelConfig, MoeConfig, RopeScaling, preset
-from course_lib.validate import read_json, show
+from course_lib.validate import read_json, read_toml, show
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")  # every shape has these
 LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")  # of latent attention (MLA): all of them or none
@@ -113,23 +113,11 @@ def _shape(name: str, told: object, seq_len: int) -> Shape:
 # --- config.json of transformers
 
 USUAL = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}  # where a file has no such key
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
-_GROUPED = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "shared": "n_shared_experts",
-           "dense": "first_k_dense_replace"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model_type means that its fields do not say.
-
-    usual     values where the file has no such key: the defaults of transformers' class
-    experts   keys of the file: number, width, shared ones, dense layers at the front, every n-th layer
-    qk_norm   norms on queries and keys
-    latent    latent attention as DeepSeek's
-    sigmoid   scores of the router; normalised: a token's weights are divided by their sum
-    balancing of experts in training
-    note      what the shape leaves out
-    """
+    """What a model_type means that its fields do not say; model_types.toml says what each is."""
 
     usual: Mapping[str, object] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -141,58 +129,8 @@ class Kind:
     note: str = ""
 
 
-_MIXTRAL = {"experts": "num_local_experts", "width": "intermediate_size"}
-_QWEN = {"experts": "num_experts", "width": "moe_intermediate_size", "every": "decoder_sparse_step"}
-_FOUR_NORMS = "its two further norms per layer are left out, and 2 x hidden_size elements per token that they save"
-_DEEPSEEK = Kind(experts=_GROUPED, latent=True, sigmoid=True, balancing="bias")
-# Source: configuration and modeling files of transformers 5.23; of kimi_k2 those of its model card
-KINDS: dict[str, Kind] = {
-    "llama": Kind(),
-    "mistral": Kind(usual={"num_key_value_heads": 8}),
-    "phi3": Kind(),
-    "qwen2": Kind(note="the biases of its q, k and v are left out"),
-    "qwen3": Kind({"head_dim": 128}, qk_norm=True),
-    "smollm3": Kind({"tie_word_embeddings": True}),
-    "gemma": Kind(_GEMMA),
-    "gemma2": Kind(_GEMMA, note=_FOUR_NORMS),
-    "gemma3_text": Kind(
-        _GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
-                 "max_position_embeddings": 131_072},
-        qk_norm=True,
-        note=_FOUR_NORMS,
-    ),
-    "olmo": Kind(note="its norms have no weights; the shape's have"),
-    "olmo2": Kind(qk_norm=True, note="its norms of queries and keys go over all heads at once, the shape's over each"),
-    "olmo3": Kind(qk_norm=True, note="its norms of queries and keys go over all heads at once, the shape's over each"),
-    "mixtral": Kind({"num_key_value_heads": 8, "rms_norm_eps": 1e-5}, _MIXTRAL),
-    "olmoe": Kind(
-        experts={"experts": "num_experts", "width": "intermediate_size"},
-        qk_norm=True,
-        normalised=False,
-        note="its norms of queries and keys go over all heads at once, the shape's over each",
-    ),
-    "qwen2_moe": Kind(
-        experts=_QWEN,
-        normalised=False,
-        note="the biases of its q, k and v and the gate of its shared expert are left out",
-    ),
-    "qwen3_moe": Kind(experts=_QWEN, qk_norm=True, normalised=False),
-    "gpt_oss": Kind(
-        {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True},
-        _MIXTRAL,
-        note="the biases of its experts and router and the sinks of its attention are left out",
-    ),
-    "glm4_moe": Kind(experts=_GROUPED, sigmoid=True, balancing="bias"),
-    "deepseek_v2": Kind(experts=_GROUPED, latent=True, normalised=False),
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "llama4_text": Kind(
-        {"head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 1},
-        _MIXTRAL | {"every": "interleave_moe_layer_step"},
-        sigmoid=True,
-        normalised=False,
-    ),
-}  # fmt: skip
+_TABLE = read_toml(Path(__file__).with_name("model_types.toml"))
+KINDS: dict[str, Kind] = {name: Kind(**fields) for name, fields in _TABLE.items()}
 _TOWERS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}  # with a text_config inside
 _FAMILIES_OF_BLOCKS = {"gpt2": "gpt", "xlm-roberta-xl": "xlmr"}
 

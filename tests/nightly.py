@@ -29,10 +29,12 @@ def _lib(*names: str) -> tuple[str, ...]:
 
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
-    "test-programs": ("tests", *_lib("authoring", "cluster", "labs", "launch", "train")),
+    "test-in-depth": (PACKAGE, NOTEBOOKS),
+    "test-programs": ("tests", *_lib("authoring", "cli", "cluster", "labs", "launch", "train")),
     "test-fake-gpu": (*_lib("parallel", "train", "kernels", "devices.py"), NOTEBOOKS, "tests/fake_gpu", "tests/gpu"),
     "test-processors": (NOTEBOOKS,),
     "test-browser": (*_lib("widgets", "panels", "web"), NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
+    "site": (PACKAGE, NOTEBOOKS, "exercises", "ko", *(f"docs/{name}" for name in ("site", "labs", "TEACHING.md"))),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),
     "test-kernels": ("course_lib/kernels", "tests/kernels", "notebooks/13a_inside_a_gpu.ipynb"),
@@ -87,13 +89,8 @@ def written(results: dict[str, Result]) -> str:
 
 def changed(results: dict[str, Result], root: Path = ROOT) -> list[str]:
     """The targets that have not passed with the files as they are."""
-    return [
-        target
-        for target in TOUCHES
-        if target not in results
-        or results[target].result != "passed"
-        or results[target].fingerprint != fingerprint(target, root)
-    ]
+    found = {target: (one.result, one.fingerprint) for target, one in results.items()}
+    return [target for target in TOUCHES if found.get(target) != ("passed", fingerprint(target, root))]
 
 
 def run(target: str) -> Result:

@@ -21,8 +21,7 @@ def _oldest_supported_torch() -> tuple[int, ...]:
 
 
 def test_what_is_for_torch_before_2_13_is_still_needed():
-    """When this fails, delete course_lib/compat.py and what asks for it: call dist.all_gather_single and
-    dist.reduce_scatter_single, and let native/sequence.py and native/pipeline.py do as the newest torch allows."""
+    """When this fails, delete course_lib/compat.py and what asks for it in comm/ and native/."""
     assert _oldest_supported_torch() < (2, 13)
 
 

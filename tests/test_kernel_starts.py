@@ -68,7 +68,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_nbval_starts_a_kernel_again_with_the_plugin(tmp_path):
     path = tmp_path / "one.ipynb"
     write(v4.new_notebook(cells=[v4.new_code_cell("one = 1", id="one")]), path)
@@ -91,7 +91,7 @@ WARM = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.programs
 @pytest.mark.skipif(not is_possible(), reason="kernels are forked where pidfd is: on Linux")
 def test_a_warm_kernel_launches_draws_and_leaves_no_process(tmp_path):
     cells = [

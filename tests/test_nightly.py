@@ -46,12 +46,16 @@ def test_a_changed_file_changes_the_fingerprint_of_what_hangs_on_it(tmp_path):
     assert prints[0][0] != prints[1][0] and prints[0][1] == prints[1][1]
 
 
-def test_each_target_and_each_path_is_there_and_the_page_is_in_its_form():
+def test_each_target_and_path_is_there_with_its_job_the_site_has_all_its_sources_and_the_page_its_form():
     makefile = (ROOT / "Makefile").read_text()
     for target, paths in nightly.TOUCHES.items():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
         assert all((ROOT / path).exists() for path in paths), target
     assert nightly.PAGE.read_text() == nightly.written(nightly.read())
+    workflows = [(ROOT / ".github" / "workflows" / f"{name}.yml").read_text() for name in ("site", "ci")]
+    assert all(f"{path.split('/')[0]}/**" in workflows[0] for path in nightly.TOUCHES["site"])
+    jobs = re.search(r"target: \[(.*)\]", workflows[1])[1].split(", ")
+    assert set(jobs) == set(nightly.TOUCHES) - {"quick-newer"}
 
 
 def test_an_unknown_target_is_refused_by_name(capsys):

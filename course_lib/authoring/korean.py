@@ -26,6 +26,7 @@ from course_lib.authoring.links import NAVIGATION
 from course_lib.claims import claims_page
 from course_lib.claims.record import ledger
 from course_lib.language import CATALOGUE, spoken
+from course_lib.shapes import KINDS
 from course_lib.web.page import said_by_page
 
 EDITION = "ko"
@@ -132,6 +133,7 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
         for text in filter(None, (claim.claim, claim.condition, claim.answer, claim.say)):
             if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
                 found.setdefault(_numbered(text), "claims/ledger.toml")
+    found |= {kind.note: "model_types.toml" for kind in KINDS.values() if kind.note}
     return [(name, text) for text, name in found.items()]
 
 

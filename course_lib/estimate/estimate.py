@@ -135,10 +135,11 @@ class Estimate(Checked):
         """What takes most of the memory, and most of the time, in one sentence each."""
         memory, kind = max((size, kind) for kind, size in self.bytes_by_kind.items())
         seconds, part = max((seconds, part) for part, seconds in self.seconds_by_part.items())
-        why = f"; most memory: {kind} {memory / self.gb:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
-        if self.room != "fits":
-            why = f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}" + why
-        return self.room + why + (f"; {self.note}" if self.note else "")
+        room, memory, share = self.room, memory / self.gb, seconds / self.step_s
+        if room != "fits":
+            room += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
+        why = f"{room}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {share:.0%}"
+        return f"{why}; {self.note}" if self.note else why
 
     @property
     def unit(self) -> str:

@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
@@ -57,8 +56,7 @@ Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or
 
 
 def _size(name: str, layout: Layout) -> str | None:
-    size = getattr(layout, name)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if isinstance(size := getattr(layout, name), bool) or not isinstance(size, int) or size < 1:
         return f"{name} ({size!r}) must be a whole number, 1 or more"
 
 
@@ -94,14 +92,6 @@ def _replicas(layout: Layout) -> str | None:
         return f"{made}, but zero_stage (0) shards nothing"
 
 
-def _regather(layout: Layout) -> str | None:
-    if layout.regather and (not layout.sequence_parallel or layout.tp == 1):
-        return (
-            "regather gathers in backward what sequence_parallel has cut over the ranks of tp, but sequence_parallel "
-            f"is {str(layout.sequence_parallel).lower()} and tp is {layout.tp}"
-        )
-
-
 def _schedule(num_micro_batches: Callable[[Layout], int], layout: Layout) -> str | None:
     try:
         check_request(layout.schedule, layout.pp, num_micro_batches(layout), layout.v)
@@ -109,21 +99,12 @@ def _schedule(num_micro_batches: Callable[[Layout], int], layout: Layout) -> str
         return str(error).replace("num_micro_batches", "micro_batches")
 
 
-def _split_with_zero(layout: Layout) -> str | None:
-    if layout.zero_stage > 1 and layout.schedule in SPLIT_BACKWARD:
-        return (
-            f"zero_stage ({layout.zero_stage}) sums a layer's gradients when its backward is done; this engine does "
-            f"not do so with {layout.schedule}, whose weight gradients come later"
-        )
-
-
 def _layers_of_stage(layout: Layout) -> str | None:
-    layers, stages = layout.layers_of_stage, layout.num_stages
-    if layers is None:
+    if (layers := layout.layers_of_stage) is None:
         return None
     if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 0 for count in layers):
         return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage"
-    if len(layers) != stages:
+    if len(layers) != (stages := layout.num_stages):
         told = f"layers_of_stage {list(layers)} has {len(layers)} stages"
         return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
 
@@ -136,7 +117,12 @@ _LAYOUT_CHECKS: list[Check] = [
     (lambda of: check_ep_size(of.dp, of.cp, of.ep, of.fold), ("ep",)),
     (_tokens_of_tp, ("sequence_parallel", "ep")),
     (_replicas, ("dp_replicate", "zero_stage")),
-    (_regather, ("regather", "sequence_parallel")),
+    (
+        lambda of: of.regather and (not of.sequence_parallel or of.tp == 1)
+        and "regather gathers in backward what sequence_parallel has cut over the ranks of tp, but sequence_parallel "
+        f"is {str(of.sequence_parallel).lower()} and tp is {of.tp}",
+        ("regather", "sequence_parallel"),
+    ),
     (
         lambda of: of.sequence_parallel and of.tp == 1
         and "sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one",
@@ -144,7 +130,12 @@ _LAYOUT_CHECKS: list[Check] = [
     ),
     (partial(_schedule, lambda of: 2 * of.pp), ("v", "schedule")),  # so many micro-batches suit every schedule
     (partial(_schedule, lambda of: of.micro_batches), ("micro_batches",)),
-    (_split_with_zero, ("zero_stage", "schedule")),
+    (
+        lambda of: of.zero_stage > 1 and of.schedule in SPLIT_BACKWARD
+        and f"zero_stage ({of.zero_stage}) sums a layer's gradients when its backward is done; this engine does "
+        f"not do so with {of.schedule}, whose weight gradients come later",
+        ("zero_stage", "schedule"),
+    ),
     (_layers_of_stage, ("layers_of_stage",)),
 ]  # fmt: skip
 
@@ -180,12 +171,12 @@ def _experts(config: ModelConfig, layout: Layout) -> str | None:
 
 
 def _stages(config: ModelConfig, pp: Callable[[Layout], int], layout: Layout) -> str | None:
-    each, has = layout.stages_per_rank, f"but {config.name} has {config.num_layers} layers"
+    has, need = f"{config.name} has {config.num_layers} layers", "and each stage needs one"
+    each = layout.stages_per_rank
     if pp(layout) * each > config.num_layers and not layout.layers_of_stage:
-        told = f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, {has}"
         if pp(layout) == 1:
-            told = f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, {has} in all"
-        return f"{told}, and each stage needs one"
+            return f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {has} in all, {need}"
+        return f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {has}, {need}"
 
 
 def _tied_ends(config: ModelConfig, layout: Layout) -> str | None:
@@ -260,8 +251,11 @@ def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], conf
     found = []
     for name in names:
         for values in _candidates(layout, name, config):
-            fitting = (value for value in values if _passes(_changed(layout, name, value), needed))
-            found += [f"{name}={as_text(value)}" for value in islice(fitting, 1)]
+            for value in values:
+                other = _changed(layout, name, value)
+                if not any(_refusal(check, other) for check, _ in needed):
+                    found.append(f"{name}={as_text(value)}")
+                    break
     return found[:2]
 
 
@@ -272,10 +266,8 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
         value, lowest = _whole(value), int(name != "zero_stage")
         highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, _FARTHEST)
         return [range(min(value, _FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
-    if name == "order":
-        return [[AXES]]
-    if name == "expert_tp":
-        return [[1, layout.tp]]
+    if name in ("order", "expert_tp"):
+        return [[AXES] if name == "order" else [1, layout.tp]]
     if name == "layers_of_stage":
         stages = layout.num_stages
         total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
@@ -294,10 +286,6 @@ def _changed(layout: Layout, name: str, value: object) -> Layout:
     other = copy(layout)
     object.__setattr__(other, name, value)
     return other
-
-
-def _passes(layout: Layout, checks: Sequence[Check]) -> bool:
-    return not any(_refusal(check, layout) for check, _ in checks)
 
 
 def as_text(value: object) -> str:

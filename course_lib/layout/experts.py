@@ -74,9 +74,6 @@ def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: 
     return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
-# --- checks
-
-
 def check_ep(dp_size: Size, ep_size: Size) -> None:
     """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
     if dp_size % ep_size:

@@ -67,10 +67,8 @@ class Mesh:
             raise ValueError(
                 f"rank ({rank}) must be one of 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
             )
-        index_by_axis = {}
-        for axis in reversed(self.order):
-            rank, index_by_axis[axis] = divmod(rank, getattr(self, axis))
-        return {axis: index_by_axis[axis] for axis in self.order}
+        strides = self.strides
+        return {axis: rank // strides[axis] % size for axis, size in self.sizes.items()}
 
     def rank(self, **coordinates: int) -> int:
         """The rank that sits at these coordinates; an axis of size 1 may be left out."""
@@ -99,7 +97,7 @@ class Mesh:
 
     def data_ranks(self, rank: int) -> list[int]:
         """The ranks that differ from `rank` in dp and cp only, itself included, in order."""
-        return sorted(other for one in self.ranks_along("dp", rank) for other in self.ranks_along("cp", one))
+        return sorted(other for one in self.ranks_along("cp", rank) for other in self.ranks_along("dp", one))
 
     def expert_ranks(self, rank: int, folded: bool = False) -> list[int]:
         """The ranks over which experts are spread, in order: those of data, folded also those of their tp groups."""
@@ -129,8 +127,8 @@ class Mesh:
 
     def all_ranks_along(self, axis: str) -> list[list[int]]:
         """Every group of `axis`, in order of their first ranks: together they hold each rank once."""
-        first_ranks = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
-        return [self.ranks_along(axis, rank) for rank in first_ranks]
+        groups = (self.ranks_along(axis, rank) for rank in range(self.world_size))
+        return [group for rank, group in enumerate(groups) if group[0] == rank]
 
 
 def _check_axis(axis: str) -> None:
@@ -177,9 +175,6 @@ def _carved(dp: int, cp: int, fold: int) -> tuple[str, str, int]:
     if fold == 1:
         return "dp x cp", f"{dp} x {cp}", dp * cp
     return "dp x cp x tp", f"{dp} x {cp} x {fold}", dp * cp * fold
-
-
-# --- who is near whom
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,16 @@ def check_heads(num_heads: Size, num_kv_heads: Size, tp: Size) -> None:
     N, K = num_heads, num_kv_heads
     if N % tp or (K % tp and tp % K):
         fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-        wrong = f"num_heads ({N}) must be divisible by tp ({tp})"
-        if N % tp == 0:
-            wrong = f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it"
-        raise ValueError(f"{wrong}; choose tp from {', '.join(map(str, fitting))}")
+        advice = f"choose tp from {', '.join(map(str, fitting))}"
+        if N % tp:
+            raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
+        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
 @checked(tp_size=Size)
 def kv_replication(config: ModelConfig, tp_size: int) -> int:
     """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
     return max(1, tp_size // config.num_kv_heads)
-
-
-# --- layers over stages of a pipeline
 
 
 @checked
@@ -112,9 +109,6 @@ def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> Mode
         dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
         moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
-
-
-# --- keys and values over ranks of cp
 
 
 @checked

@@ -157,8 +157,6 @@ class Layout:
         """Raises ValueError unless this model, and sequences of this length, can lie so: what, why, what is nearest."""
         check_layout_and_model(self, config, seq_len)
 
-    # --- as text, as a dictionary
-
     def __str__(self) -> str:
         """What differs from one process, as `parse` reads it: dp=4,tp=2,zero_stage=1."""
         different = [f"{name}={as_text(value)}" for name, value in self._values().items() if value != DEFAULTS[name]]

@@ -96,9 +96,6 @@ def made_by(func, args: tuple, kwargs: dict) -> torch.dtype:
     return torch.int64 if counts or func._schema.name == "aten::randint" else torch.get_default_dtype()
 
 
-# --- what others would have sent, were they as this rank
-
-
 def let_arrive(func, args: tuple, kwargs: dict) -> None:
     """Puts into the tensors of a collective what arrives if every rank brings what this one does."""
     names = [arg.name for arg in func._schema.arguments]

@@ -14,17 +14,8 @@ failures.py      how often to save when GPUs fail: lost work against the time of
 """
 
 from course_lib.flops import flops_per_token, layer_matmul_parameters, step_flops
-from course_lib.timing.collectives import (
-    bus_bandwidth,
-    bus_factor,
-    calls_s,
-    collective_costs,
-    collective_s,
-    fastest,
-    ranks_in_a_node,
-    ring_link,
-)
-from course_lib.timing.context import AttentionTime, attention_time, tokens_that_hide_a_hop
+from course_lib.timing.collectives import bus_bandwidth, bus_factor, calls_s, collective_costs, collective_s, fastest
+from course_lib.timing.context import tokens_that_hide_a_hop
 from course_lib.timing.data import accumulation_steps, crossing_s, dp_step_s, dp_throughput, tokens_that_hide_a_gather
 from course_lib.timing.rates import RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
 from course_lib.timing.step import stage_costs, step_time

@@ -45,7 +45,6 @@ def tokens_that_hide_a_hop(
     return 2 * (KV_BYTES + backward * GRAD_BYTES) / link.achieved_bytes_per_s * flops_per_s / flops
 
 
-# ------------------------------------------------------------------------------------ one layer's attention
 @dataclass(frozen=True)
 class AttentionTime:
     """One layer's attention on cp ranks, forward and backward: the busiest rank's computing, and communication."""

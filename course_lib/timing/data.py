@@ -8,7 +8,6 @@ from course_lib.timing.timelines import dp_spans
 from course_lib.validate import Amount, Bytes, Positive, Share, Size, checked
 
 
-# ------------------------------------------------------------------------------------ buckets
 @checked
 def dp_step_s(
     forward_s: Amount, backward_s: Amount, comm_s: Amount, num_buckets: Size = 1, overlap: bool = True
@@ -41,7 +40,6 @@ def accumulation_steps(global_batch_size: Size, micro_batch_size: Size, dp_size:
     return global_batch_size // together
 
 
-# ------------------------------------------------------------------------------------ ZeRO
 @checked
 def tokens_that_hide_a_gather(dp_size: Size, bytes_per_s: Positive, gpu: GPU, utilisation: Share) -> float:
     """Tokens a GPU from which on computing a block takes as long as gathering it: the model's size cancels.
@@ -51,7 +49,6 @@ def tokens_that_hide_a_gather(dp_size: Size, bytes_per_s: Positive, gpu: GPU, ut
     return (dp_size - 1) / dp_size / bytes_per_s * utilisation * peak_flops(gpu)
 
 
-# ------------------------------------------------------------------------------------ offload
 @checked
 def crossing_s(
     link_bytes: Mapping[str, Bytes], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: Size = 1

@@ -10,16 +10,6 @@ synthetic_routing.py  tokens that choose experts at random, and what a capacity 
 collectives.py   the bytes of one collective, and of a list of calls
 """
 
-from course_lib.traffic.collectives import (
-    Call,
-    all_gather_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    by_collective,
-    call_counts,
-    reduce_scatter_bytes,
-    ring_all_reduce_bytes,
-    sent_bytes,
-)
+from course_lib.traffic.collectives import Call, by_collective, call_counts, ring_all_reduce_bytes, sent_bytes
 from course_lib.traffic.context import attention_calls
 from course_lib.traffic.step import calls, sent, stage_calls

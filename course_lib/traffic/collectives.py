@@ -11,8 +11,6 @@ from typing import Literal
 
 from course_lib.validate import Bytes, Checked, Count, Index, Size, checked
 
-# --- one collective
-
 
 @checked
 def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
@@ -50,9 +48,6 @@ def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int)
         )
     quotient, remainder = divmod(payload_bytes // itemsize, world_size)
     return (quotient + (index % world_size < remainder)) * itemsize
-
-
-# --- a list of calls
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,6 @@ def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[
     return calls
 
 
-# ---- odds of tokens that choose their experts uniformly at random
-
-
 @checked
 def expected_places(num_experts: Size, places: Size, top_k: Size) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly."""

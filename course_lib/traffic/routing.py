@@ -35,7 +35,6 @@ Rows = list[list[int]]  # rows[src][dst]
 Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested lists
 
 
-# ------------------------------------------------------------------------------------ rows
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
@@ -48,11 +47,6 @@ def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
     """One row for every assignment: rows[src][dst] is the sum over dst's experts."""
     width = layout.experts_per_rank
     return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
-
-
-def padded_rows(capacity: Size, layout: ExpertLayout) -> Rows:
-    """`capacity` rows to every expert from every rank, whatever the routing."""
-    return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
 
 
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
@@ -88,7 +82,6 @@ def _rows(expert_Tk: Any) -> list[list[int]]:
     return expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
 
 
-# ------------------------------------------------------------------------------------ bytes
 @dataclass(frozen=True)
 class Sent:
     """What one rank sends, to ranks of its own node and to those of other nodes."""
@@ -168,7 +161,7 @@ def moe_traffic(
         )
     there = {
         "plain": lambda: [plain_rows(counts_of(experts, layout.num_experts), layout)],
-        "padded": lambda: [padded_rows(capacity, layout)],
+        "padded": lambda: [[[capacity * layout.experts_per_rank] * layout.ep_size] * layout.ep_size],
         "once_per_rank": lambda: [once_per_rank_rows(experts, layout)],
         "once_per_node": lambda: once_per_node_rows(experts, layout),
     }[method]()

@@ -70,7 +70,9 @@ def arithmetic(package: Path) -> bytes:
     found = {path: path.relative_to(package.parent) for part in parts for path in _inside(part)}
     of_yaml = Path(yaml.__file__).parent
     found |= {path: path.relative_to(of_yaml.parent) for path in of_yaml.glob("*.py")}
-    return _zipped({name.as_posix(): without_words(path) for path, name in sorted(found.items())})
+    return _zipped(
+        {name.as_posix(): without_words(name.name, path.read_bytes()) for path, name in sorted(found.items())}
+    )
 
 
 def _inside(part: Path) -> list[Path]:
@@ -79,11 +81,11 @@ def _inside(part: Path) -> list[Path]:
     return [path for path in paths if path.suffix in (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch")]
 
 
-def without_words(path: Path) -> bytes:
-    """Return a file; of Python, without comments and docstrings, a quarter of it, which nobody reads there."""
-    if path.suffix != ".py":
-        return path.read_bytes()
-    tree = ast.parse(path.read_bytes())
+def without_words(name: str, content: bytes) -> bytes:
+    """Return what a file is to hold: of Python no comments and docstrings, a quarter of it."""
+    if not name.endswith(".py"):
+        return content
+    tree = ast.parse(content)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body[0].value = ast.Constant("")
@@ -143,7 +145,10 @@ def _korean(page: str) -> dict[str, bytes]:
     page = page.replace(
         '"ko/index.html" hreflang="ko" lang="ko">한국어', '"../index.html" hreflang="en" lang="en">English'
     )
-    words = {"course_lib/locale/ko.po": CATALOGUE.read_bytes(), "polib.py": without_words(Path(polib.__file__))}
+    words = {
+        "course_lib/locale/ko.po": CATALOGUE.read_bytes(),
+        "polib.py": without_words("polib.py", Path(polib.__file__).read_bytes()),
+    }
     return {
         "index.html": page.replace('<html lang="en">', '<html lang="ko">').encode(),
         "first.json.packed": gzip.compress(first.encode(), 9, mtime=0),

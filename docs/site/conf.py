@@ -236,7 +236,8 @@ def as_written(app, what, name, obj, options, lines) -> None:
 
 def plain_types(app, what, name, obj, options, signature: str | None, returns: str | None):
     """A signature with the types alone: what checks them at a call is left out, as the docstring says it in words."""
-    types = r"Annotated\[((?:[^\[\]]|\[[^\]]*\])+?), functools\.partial\(<function .*?>.*?\)\]"
+    check = r"functools\.partial\(<function .*?>.*?\)|<function .*?>"
+    types = rf"Annotated\[((?:[^\[\]]|\[[^\]]*\])+?), (?:{check})\]"
     return re.sub(types, r"\1", signature or "") or signature, returns
 
 

@@ -9,7 +9,7 @@ import pytest
 from places.environments import build_wheel, run
 
 from course_lib.authoring import notebook_paths
-from course_lib.authoring.wheel import LEFT_OUT, write_small
+from course_lib.authoring.wheel import FOR_AUTHORS, in_small, packed, write_small
 from course_lib.validate import PACKAGE_ALONE
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
@@ -42,18 +42,19 @@ def asked(python, folder, *command):
     return subprocess.run([python, "-I", *command], cwd=folder, capture_output=True, text=True, timeout=300)
 
 
+SPOKEN = "from course_lib.language import spoken, told\nwith spoken('ko'): print(told('Index'))"
 LOAD = "from course_lib.weights.base import load_base; print(type(load_base()[0]).__name__)"
 
 
-def test_the_small_wheel_lacks_notebooks_and_weights_and_nothing_else(wheels):
+def test_the_small_wheel_lacks_notebooks_weights_and_what_authors_run_and_nothing_else(wheels):
     whole, small = (zipfile.ZipFile(wheel) for wheel in wheels)
     assert small.testzip() is None
-    missing = set(whole.namelist()) - set(small.namelist())
-    assert missing == {name for name in whole.namelist() if name.endswith(LEFT_OUT)}
-    assert len(missing) == len(notebook_paths("notebooks", "exercises", "solutions")) + 1
+    assert {packed(name, b"")[0] for name in whole.namelist() if in_small(name)} == set(small.namelist())
+    missing = [name for name in whole.namelist() if not in_small(name) and not name.startswith(FOR_AUTHORS)]
+    assert len(missing) == len(notebook_paths("notebooks", "exercises", "solutions")) + 3
     (record,) = [name for name in small.namelist() if name.endswith("RECORD")]
     assert {line.split(",")[0] for line in small.read(record).decode().splitlines()} == set(small.namelist())
-    assert wheels[1].stat().st_size < 1_400_000  # Python and small tables: a file a module, packed each by itself
+    assert wheels[1].stat().st_size < 1_000_000  # Python and small tables: a file a module, packed each by itself
 
 
 def test_where_the_small_one_is_installed_the_rest_is_named_and_the_whole_one_brings_it(wheels, python, tmp_path):
@@ -67,6 +68,7 @@ def test_where_the_small_one_is_installed_the_rest_is_named_and_the_whole_one_br
         python, tmp_path, "-m", "course_lib", "plan", "llama-3.1-8b", "--gpus", "64", "--seq", "8K", "--batch", "4M"
     )
     assert plan.returncode == 0, plan.stderr
+    assert asked(python, tmp_path, "-c", SPOKEN).stdout == "차례\n"
     install(python, whole)
     new = asked(python, tmp_path, "-m", "course_lib", "new", "mine")
     assert new.returncode == 0, new.stderr

@@ -281,7 +281,7 @@ def test_the_shell_can_complete_every_subcommand(capsys):
     assert "complete " in script and all(name in script for name in ("doctor", "new", "simulate", "train"))
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_train_is_the_trainer(tmp_path):
     small = ["--model", "toy,num_layers=1,d_model=32,num_heads=2,num_kv_heads=2", "--steps", "1", "--seq-len", "16"]
     command = [sys.executable, "-m", "course_lib", "train", *small]

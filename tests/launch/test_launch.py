@@ -182,7 +182,7 @@ def test_the_debug_level_set_in_a_cell_names_a_mismatched_collective(monkeypatch
         assert "OpType=ALLREDUCE" in said and "OpType=BROADCAST" in said
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_a_script_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     assert output_of("-W", "error", str(tmp_path / "script.py")) == "[(0, True), (3, True)]\n"
@@ -252,7 +252,7 @@ def test_the_cause_of_an_exception_is_shown_before_it():
     assert text.index("KeyError: 'inner'") < text.index("Base: outer") and caught.value.rank == 0
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_python_c_works_and_a_forked_copy_of_the_process_uses_a_server_of_its_own():
     code = """
 import os

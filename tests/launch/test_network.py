@@ -108,7 +108,7 @@ except RankError as error:
 """
 
 
-@pytest.mark.long
+@pytest.mark.programs
 @own_network
 def test_ranks_keep_the_machines_network_where_that_is_asked_for_and_the_attack_then_works():
     """So the attack of the test above is one."""

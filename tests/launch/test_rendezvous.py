@@ -183,7 +183,7 @@ def joined_through_an_agents_store(port: int, attempt: int) -> float:
     return sum_1.item()
 
 
-@pytest.mark.long
+@pytest.mark.programs
 def test_ranks_that_start_again_do_not_look_for_those_that_died_in_a_store_that_outlived_them(monkeypatch):
     monkeypatch.setenv(_network.CHOICE, "host")  # the agent is no rank, and its store must be reached from there
     monkeypatch.setattr(_processes, "_server", None)

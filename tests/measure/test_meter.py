@@ -22,7 +22,7 @@ from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, CommRecord
 from course_lib.minimal.ring import ring_all_reduce
-from course_lib.traffic import (
+from course_lib.traffic.collectives import (
     all_gather_bytes,
     all_to_all_bytes,
     broadcast_bytes,

@@ -10,7 +10,9 @@ from course_lib.hardware import Cluster, Link, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.ranks import for_length
 from course_lib.run import Run
-from course_lib.timing import AttentionTime, Utilisation, attention_time, ring_link, ring_spans, tokens_that_hide_a_hop
+from course_lib.timing import Utilisation, ring_spans, tokens_that_hide_a_hop
+from course_lib.timing.collectives import ring_link
+from course_lib.timing.context import AttentionTime, attention_time
 from course_lib.timing.tensor import layer_parts
 
 H100, NVLINK, IB = gpu("h100"), link("nvlink4"), link("ib-ndr400")

@@ -97,9 +97,6 @@ def _check_order(spans):
         assert all(a.stop_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
 
 
-# ---- ZeRO
-
-
 def test_prefetch_hides_all_but_the_first_gather_and_the_last_reduction():
     spans = zero3_spans((2, 4), 1, 1, 3)
     assert waiting_s(spans) == 2 and spans[-1].stop_s == 1 + 3 * 2 + 3 * 4 + 1
@@ -113,9 +110,6 @@ def test_prefetch_hides_all_but_the_first_gather_and_the_last_reduction():
             assert at[f"reduce {index}"].start_s >= at[f"backward {index}"].stop_s
             first = next(s for s in each if s.name == f"gather {index}")
             assert at[f"forward {index}"].start_s >= first.stop_s
-
-
-# ---- offload
 
 
 def test_offload_takes_as_long_as_its_links():

@@ -26,7 +26,6 @@ def _link(bytes_per_s, latency_s=0.0):
     return Link("test", latency_s, bytes_per_s, 2 * bytes_per_s, "test", "test")
 
 
-# ------------------------------------------------------------------------------------ seconds
 def test_a_link_that_nccl_does_not_know_is_a_ring_of_its_own_latency():
     link = _link(1e9, latency_s=1e-3)
     assert timing.collective_s("all_reduce", 4e9, 4, link) == pytest.approx(6e-3 + 6)
@@ -132,7 +131,6 @@ def test_pieces_for_other_nodes_leave_by_the_port():
     assert timing.collective_s("all_to_all", 16e9, 16, NODES) == pytest.approx(8 * (port.latency_s + 1e9 / 50e9))
 
 
-# ------------------------------------------------------------------------------------ FLOPs
 def test_forward_flops_of_8b():
     config = preset("llama-3.1-8b")
     every_parameter = 8_030_261_248
@@ -154,7 +152,6 @@ def test_flops_per_token_reproduce_published_mfu():
     assert timing.flops_per_token(PLAYBOOK_3B, 4096) == pytest.approx(363.66e12 / 14167.25, rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------ data parallelism
 def test_buckets_overlap_the_backward_until_communication_is_the_longer():
     spans = timing.dp_spans(1.0, 2.0, [0.5, 0.5])
     assert [(span.name, span.start_s, span.stop_s) for span in spans] == [

@@ -2,7 +2,8 @@
 
 import pytest
 
-from course_lib.traffic import all_gather_bytes, broadcast_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.traffic.collectives import all_gather_bytes, broadcast_bytes, reduce_scatter_bytes
 
 
 def test_ring_all_reduce_is_two_phases_without_one_piece_each():

@@ -1,8 +1,5 @@
 """Panels in a notebook: values set and buttons pressed in a plain Python process."""
 
-import subprocess
-import sys
-
 import ipywidgets
 import pytest
 from widget_tree import all_of, control, texts
@@ -16,6 +13,8 @@ from course_lib.panels.record import Panel
 from course_lib.panels.runs import KNOWN, LAYOUT, TENSOR_SEQUENCE, ZERO
 from course_lib.widgets import measure_layout, measure_memory, measure_zero, play
 from course_lib.widgets.host import OWN
+
+pytestmark = pytest.mark.launches
 
 # ---------------------------------------------------------------- the host
 
@@ -146,31 +145,3 @@ def test_a_toy_is_measured_on_real_ranks():
     values = LAYOUT.start | KNOWN["one laptop (toy), 8 ranks"][0] | {"dp": 1, "ep": 1}
     charts, said = measure_layout(**values)
     assert "on 4 ranks" in said and charts[0].notes["parameters, measured"].endswith(" MB, exact")
-
-
-# ---------------------------------------------------------------- without ipywidgets
-
-WITHOUT_IPYWIDGETS = """
-import importlib, pathlib, sys
-for name in ("ipywidgets", "jupyterlab", "IPython", "ipykernel"):
-    sys.modules[name] = None                      # importing it now raises ImportError
-root = pathlib.Path(sys.argv[1])
-names = sorted(".".join(p.relative_to(root.parent).with_suffix("").parts) for p in root.rglob("*.py"))
-for name in names:
-    if "widgets" not in name and not name.endswith("__main__"):
-        importlib.import_module(name.removesuffix(".__init__"))
-try:
-    import course_lib.widgets
-except ImportError as error:
-    print(len(names), error)
-"""
-
-
-@pytest.mark.long
-def test_only_the_widgets_need_ipywidgets_and_they_say_what_to_install():
-    import course_lib
-
-    (root,) = course_lib.__path__
-    done = subprocess.run([sys.executable, "-c", WITHOUT_IPYWIDGETS, root], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'ipywidgets>=7.7.1,<9'" in done.stdout
