@@ -6,11 +6,10 @@ own counter; seconds show the order of the layouts, and are none of a cluster. E
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class HostRow:
+class HostRow(NamedTuple):
     """One layout on two hosts: which axis lies inside them and which across, and a step as it was measured.
 
     link_bytes      a host sent over the link, the one that sent more

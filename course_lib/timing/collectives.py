@@ -181,10 +181,6 @@ def _step_s(group: _Group, link: Link, algorithm: str, protocol: str) -> float:
     return step_us * 1e-6
 
 
-def _launch_s(algorithm: str, protocol: str) -> float:
-    return 0.0 if protocol == "plain" else TUNING[algorithm, protocol].launch_us * 1e-6
-
-
 def _rate(group: _Group, algorithm: str, protocol: str) -> float:
     """Bus bandwidth: a share of the ring's, with LL at most what the link allows it."""
     if protocol == "plain":
@@ -204,7 +200,8 @@ def _ring(name: str, group: _Group, protocol: str) -> Cost:
     steps = collective_steps(name, group.size)
     crossing = 0 if group.nodes == 1 else steps * (group.nodes - 1) // (group.size - 1)
     exposed = "tree" if group.per_node == 1 and protocol != "plain" else "ring"
-    latency_s = _launch_s("ring", protocol) + (steps - crossing) * _step_s(group, group.inside, "ring", protocol)
+    launch_s = 0.0 if protocol == "plain" else TUNING["ring", protocol].launch_us * 1e-6
+    latency_s = launch_s + (steps - crossing) * _step_s(group, group.inside, "ring", protocol)
     if crossing:
         latency_s += crossing * _step_s(group, group.between, exposed, protocol)
     return Cost("ring", protocol, latency_s, _rate(group, "ring", protocol) / bus_factor(name, group.size))
@@ -215,7 +212,8 @@ def _tree(group: _Group, protocol: str) -> Cost:
     latency_s = (group.per_node - 1) * _step_s(group, group.inside, "tree", protocol) if group.per_node > 1 else 0.0
     if group.nodes > 1:
         latency_s += (group.nodes.bit_length() - 1) * _step_s(group, group.between, "tree", protocol)
-    return Cost("tree", protocol, _launch_s("tree", protocol) + 2 * latency_s, _rate(group, "tree", protocol) / 2)
+    latency_s = TUNING["tree", protocol].launch_us * 1e-6 + 2 * latency_s
+    return Cost("tree", protocol, latency_s, _rate(group, "tree", protocol) / 2)
 
 
 def _in_the_switch(group: _Group) -> list[Cost]:

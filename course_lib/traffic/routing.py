@@ -49,11 +49,6 @@ def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
     return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
 
 
-def padded_rows(capacity: Size, layout: ExpertLayout) -> Rows:
-    """`capacity` rows to every expert from every rank, whatever the routing."""
-    return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
-
-
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
     return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
@@ -166,7 +161,7 @@ def moe_traffic(
         )
     there = {
         "plain": lambda: [plain_rows(counts_of(experts, layout.num_experts), layout)],
-        "padded": lambda: [padded_rows(capacity, layout)],
+        "padded": lambda: [[[capacity * layout.experts_per_rank] * layout.ep_size] * layout.ep_size],
         "once_per_rank": lambda: [once_per_rank_rows(experts, layout)],
         "once_per_node": lambda: once_per_node_rows(experts, layout),
     }[method]()

@@ -24,6 +24,8 @@ LONG = {
     "check_sequence_parallel",
     "check_ddp",
     "check_pipeline",
+    "check_hooked_sequence",
+    "check_capstone",
 }
 ANSWERS = {grader_of(stem, name): (f"solutions/{stem}.ipynb", answer) for stem, name, answer in EXERCISES}
 

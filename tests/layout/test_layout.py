@@ -10,6 +10,7 @@ import pytest
 
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import AXES, DEFAULTS, Layout
+from course_lib.schedules import make as make_schedule
 
 TOY = preset("toy")
 TIED = replace(TOY, name="tied", num_layers=6, num_heads=12, head_dim=8, tied=True)
@@ -352,3 +353,11 @@ def test_layouts_of_published_runs_are_possible():
 def test_mistakes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_layout_places_stages_as_its_schedule_does(name):
+    layout = Layout(pp=4, schedule=name, v=3 if name == "interleaved" else 1, micro_batches=8)
+    made = make_schedule(name, 4, 8, layout.v)
+    assert (layout.rank_of_stage, layout.splits_backward) == (made.rank_of_stage, made.splits_backward)
+    assert [layout.stages_of_rank(rank) for rank in range(4)] == [made.stages_of_rank(rank) for rank in range(4)]

@@ -32,9 +32,6 @@ def _run(config, layout, seq_len=4096):
     return Run(config, layout, seq_len, "bf16-master-fp32-grads")
 
 
-# ---- computing
-
-
 def test_one_gpu_computes_as_the_sum_of_products_attention_and_small_operations():
     """By hand, from the constants: one layer of 8B and 4,096 tokens more."""
     deep, shallow = (replace(LLAMA_8B, num_layers=layers) for layers in (9, 8))
@@ -95,9 +92,6 @@ def test_frozen_weights_have_no_weight_gradients():
 
     full, adapters = (step_time(Run(LLAMA_8B, Layout(), 4096, lora=lora), H100) for lora in (None, LoRA(16)))
     assert 0.6 < adapters.compute_s / full.compute_s < 0.75 and adapters.update_s < full.update_s
-
-
-# ---- communication
 
 
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
@@ -192,9 +186,6 @@ def test_stages_of_dense_layers_before_those_with_experts_are_timed_over_tp_and_
     assert time.tp_s + time.cp_s > 0
 
 
-# ---- the pipeline
-
-
 def test_equal_stages_wait_as_the_closed_form_says():
     config = replace(LLAMA_8B, vocab_size=8)  # no head to speak of
     for name, v in (("1f1b", 1), ("interleaved", 2)):
@@ -232,9 +223,6 @@ def test_a_pipeline_of_any_schedule_takes_as_long_as_the_simulator_says(seed):
     assert time.total_s - time.data_s - time.update_s == pytest.approx(there_s, rel=most), layout
 
 
-# ---- a measured network
-
-
 def test_a_measured_network_gives_what_it_gave_over_as_many_nodes():
     seconds = [network_s(MEASURED, "all_gather", 256e6, 8 * nodes, 8) for nodes in (8, 64)]
     assert seconds[0] == pytest.approx(63 / 64 * 256e6 / 68.9975e9)
@@ -259,9 +247,6 @@ def test_zero_0_over_64_measured_nodes_is_slower_than_zero_1_and_over_32_it_is_n
         layouts = [Layout(dp=4 * nodes, tp=2, sequence_parallel=True, zero_stage=stage) for stage in (0, 1)]
         zero, one = (step_time(_run(preset("playbook-3b"), each), MEASURED, "nanotron").total_s for each in layouts)
         assert (zero > 2 * one) == slower
-
-
-# ---- beside what was published
 
 
 @pytest.mark.parametrize(

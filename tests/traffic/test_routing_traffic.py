@@ -13,7 +13,6 @@ from course_lib.traffic.routing import (
     moe_traffic,
     once_per_node_rows,
     once_per_rank_rows,
-    padded_rows,
     plain_rows,
     sent,
     way_back,
@@ -98,7 +97,6 @@ def test_rows_equal_a_count_token_by_token(layout, skew):
 def test_padding_sends_the_capacity_whatever_the_routing():
     layout = ExpertLayout(8, 4)
     even = moe_traffic(BY_HAND, layout, 16, "padded", itemsize=4, capacity=3)
-    assert padded_rows(3, layout) == [[6] * 4] * 4
     expected = all_to_all_bytes(3 * 8 * 16 * 4, 4)
     assert [each.total_bytes for each in even.dispatch] == [expected] * 4
     assert even.counts == [Sent()] * 4 and even.sent_bytes(1) == 4 * expected

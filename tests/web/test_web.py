@@ -115,6 +115,7 @@ def test_a_folder_that_is_no_page_is_left_alone_and_a_missing_file_is_named(pyod
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.exhaustive
 def test_the_same_page_is_written_twice(page, pyodide, tmp_path):
     write_page(tmp_path / "page", pyodide)
     for path in page.rglob("*"):
