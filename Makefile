@@ -224,7 +224,7 @@ gpu-day-wheels: setup  ## wheels that a plain python3 lacks for gpu-day, on a ma
 gpu-day: $(STAMP)  ## what needs a GPU, most important first, in at most 9 minutes on one; a plain python3 with the wheels: VENV= PYTHON=python3
 	$(RUN) benchmarks/gpu_day.py --out $(GPU_DAY) $(if $(strip $(VENV)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)))
 
-test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 11 launch, on fake CUDA tensors: a wrong device raises
+test-fake-gpu: setup  ## engines, what chapters 00 and 03 to 11 launch, kernels and FP8, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
 test-browser: page site slides  ## JupyterLab, the page and the site in headless Chromium: chapters run, sliders move, narrow and wide, light and dark

@@ -85,7 +85,6 @@ class EngineFacts(Checked):
 
 
 def _read() -> dict[str, EngineFacts]:
-    """Read engines.toml."""
     engines: dict[str, EngineFacts] = {}
     for name, fields in read_toml(Path(__file__).with_name("engines.toml"))["engines"].items():
         like = engines.get(fields.pop("like", None))

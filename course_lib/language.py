@@ -18,6 +18,7 @@ from pathlib import Path
 
 CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
+_NUMBER = re.compile(r"\{(\d+)\}")
 _ENDS = (
     re.compile(r"(?<=\n)"),
     re.compile(r"(?<=[.!?]) +"),
@@ -115,19 +116,19 @@ def _looked_up(text: str) -> str | None:
     exact, patterns = _catalogue()
     if text in exact:
         return exact[text]
-    for longest, pattern, korean in patterns:
+    for longest, pattern, korean, numbers in patterns:
         if longest in text and (found := pattern.fullmatch(text)):
             values = [_in_korean(value) if value else "" for value in found.groups()]
             if not any(
                 value == said and _ENGLISH.fullmatch(value) for value, said in zip(found.groups(), values, strict=True)
             ):
-                return _filled(korean, values)
+                return _filled(korean, dict(zip(numbers, values, strict=True)))
     return None
 
 
-def _filled(korean: str, values: list[str]) -> str:
+def _filled(korean: str, values: dict[str, str]) -> str:
     def one(field: re.Match) -> str:
-        value = values[int(field[1])]
+        value = values[field[1]]
         return value + ("" if field[2] is None else field[_particle(value, field[3] == "로")])
 
     return _FIELD.sub(one, korean)
@@ -144,7 +145,7 @@ def _particle(value: str, after_l: bool) -> int:
 
 
 @cache
-def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
+def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str, list[str]]]]:
     """Texts without values, and patterns of those with values; the one with most fixed words stands first."""
     import polib  # what speaks English never needs it
 
@@ -157,17 +158,18 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
         if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
-            entries += zip(lines, korean.split("\n"), strict=True)
+            pairs = zip(lines, korean.split("\n"), strict=True)
+            entries += [pair for pair in pairs if {*_NUMBER.findall(pair[1])} <= {*_NUMBER.findall(pair[0])}]
     entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
     exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
     patterns = []
     for english, korean in entries:
         if _FIELD.search(english):
-            fixed = re.split(r"\{\d+\}", english)
+            fixed = _NUMBER.split(english)[::2]
             value = "(.*?)" if sum(map(len, fixed)) > LONG else _VALUE
             values = [r"([\s\S]*?)" if part.endswith("\n") else value for part in fixed[:-1]]
             pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
-            patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
+            patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean, _NUMBER.findall(english)))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
 
 

@@ -383,10 +383,10 @@ def index_of(leaf):
 
 
 class LiftFromCpu(TorchFunctionMode):
-    """torch.tensor(...) makes its tensor on the CPU, where there are numbers, and moves it."""
+    """torch.tensor(...), as_tensor too, makes its tensor on the CPU, where there are numbers, and moves it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.tensor:
+        if func in (torch.tensor, torch.as_tensor):
             torch._C._set_only_lift_cpu_tensors(True)  # torch's own FakeTensorMode forgets it on leaving
         if func is Tensor.__getitem__:
             args = args[0], tree_map(index_of, args[1])

@@ -20,19 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "NIGHTLY.md"
 PACKAGE, NOTEBOOKS = "course_lib", "notebooks"
+
+
+def _lib(*names: str) -> tuple[str, ...]:
+    """Paths of folders and files of the package."""
+    return tuple(f"{PACKAGE}/{name}" for name in names)
+
+
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
     "test-in-depth": (PACKAGE, NOTEBOOKS),
-    "test-programs": (
-        "tests",
-        *map("course_lib/{}".format, ("authoring", "cli", "cluster", "labs", "launch", "train")),
-    ),
-    "test-fake-gpu": ("course_lib/parallel", "course_lib/train", "course_lib/devices.py", NOTEBOOKS, "tests/fake_gpu"),
+    "test-programs": ("tests", *_lib("authoring", "cli", "cluster", "labs", "launch", "train")),
+    "test-fake-gpu": (*_lib("parallel", "train", "kernels", "devices.py"), NOTEBOOKS, "tests/fake_gpu", "tests/gpu"),
     "test-processors": (NOTEBOOKS,),
-    "test-browser": (
-        *(f"course_lib/{name}" for name in ("widgets", "panels", "web")),
-        *(NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
-    ),
+    "test-browser": (*_lib("widgets", "panels", "web"), NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
     "site": (PACKAGE, NOTEBOOKS, "exercises", "ko", *(f"docs/{name}" for name in ("site", "labs", "TEACHING.md"))),
     "test-grading": ("course_lib/checks", "solutions", "tests/test_grading.py"),
     "test-slurm": ("course_lib/launch", "course_lib/cluster", "course_lib/train", "tests/slurm"),

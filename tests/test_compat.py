@@ -20,8 +20,8 @@ def _oldest_supported_torch() -> tuple[int, ...]:
     return tuple(int(part) for part in re.search(r">=([\d.]+)", requirement).group(1).split("."))
 
 
-def test_the_names_before_2_13_are_still_needed():
-    """When this fails, delete course_lib/compat.py and call dist.all_gather_single and dist.reduce_scatter_single."""
+def test_what_is_for_torch_before_2_13_is_still_needed():
+    """When this fails, delete course_lib/compat.py and what asks for it in comm/ and native/."""
     assert _oldest_supported_torch() < (2, 13)
 
 
@@ -62,11 +62,6 @@ def test_uneven_pieces_are_gathered_into_a_strided_tensor_where_the_flag_says_so
     assert list(launch(_gather_uneven_pieces, 2, backend="gloo")) == [(True, compat.DTENSOR_GATHERS_UNEVEN)] * 2
 
 
-def test_a_torch_that_gathers_into_a_strided_tensor_is_still_supported():
-    """When this fails, delete DTENSOR_GATHERS_UNEVEN and what asks for it in native/sequence.py."""
-    assert _oldest_supported_torch() < (2, 13)
-
-
 def _messages_in_one_batch():
     """How many messages a stage of PyTorch's pipelines sends at once before its first step; one rank of two each."""
     stage = PipelineStage(torch.nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
@@ -78,8 +73,3 @@ def _messages_in_one_batch():
 def test_pipelines_open_connections_in_one_batch_where_the_flag_says_so():
     for messages in launch(_messages_in_one_batch, 2, backend="gloo"):
         assert (messages == 0) == compat.PIPELINE_WARMS_UP_ON_GLOO
-
-
-def test_a_torch_whose_pipelines_abort_on_gloo_is_still_supported():
-    """When this fails, delete PIPELINE_WARMS_UP_ON_GLOO and what asks for it in native/pipeline.py."""
-    assert _oldest_supported_torch() < (2, 13)

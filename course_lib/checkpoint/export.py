@@ -68,7 +68,6 @@ def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dty
 
 
 def _tensors_to_write(path: Path, manifest: dict, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Their tensors, by their names."""
     ours = {name: tuple(x.shape) for name, x in build(config, device="meta").named_parameters()}
     theirs = {name_in_transformers(name, naming_of(config)): (name, shape) for name, shape in ours.items()}
     tensors = {
@@ -121,7 +120,6 @@ def import_safetensors(engine: FiveD, folder: str | Path) -> None:
 
 
 def _read_parameters(engine: FiveD, folder: str | Path) -> None:
-    """Fills what this rank holds."""
     weights = Weights(folder, engine.config)
     for holding in parameters_of(engine):
         for piece in holding.pieces(holding.tensor, ""):

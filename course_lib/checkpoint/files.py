@@ -92,7 +92,6 @@ def complete(folder: str | Path) -> list[Path]:
 
 
 def _is_name(path: Path) -> bool:
-    """Whether a path is called as a complete checkpoint is."""
     return re.fullmatch(r"step-\d{8,}", path.name) is not None
 
 
@@ -160,7 +159,6 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
 
 
 def _check_all_here(partial: Path, files: dict) -> None:
-    """Raises ValueError unless each file that a rank has written is here, with all its bytes."""
     for name, entry in files.items():
         path = partial / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:

@@ -70,8 +70,6 @@ def scaled(trainer: type, factor: Callable[[int, int], float], drops: bool = Tru
 
 
 def _last_alone(trainer: type) -> type:
-    """Return the trainer with the gradient of the last micro-batch alone."""
-
     class LastAlone(trainer):
         def backward(self, micro_batches):
             super().backward(micro_batches[-1:])

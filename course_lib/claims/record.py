@@ -21,19 +21,7 @@ _Topic, _Verdict = Literal[tuple(TOPICS)], Literal[VERDICTS]
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: what is said, the formula that recomputes it, and what to say.
-
-    compute     values by name, in the formulas of formulas.py: lines of Python, or one expression that is a dictionary
-                of them, with `arguments`; "": the verdict rests on the source alone
-    stated      of the values those that the claim states: a number, a list of numbers, a text, or a bound as "<= 80"
-                or "2..5"; met within `tolerance`, a share of the number
-    otherwise   arguments in place of some: without the condition of a claim that is right-if or ambiguous, or,
-                of a wrong one, with what would make it right
-    answer      what comes out, with the values in braces; those of `otherwise` are {other[name]}
-    condition   of a claim that is right-if or ambiguous: when it is right
-    say         what to say instead, or besides; values in braces as in `answer`
-    where       cells and tests that teach and recompute it
-    """
+    """One claim: what is said, the formula that recomputes it, and what to say; ledger.toml says what each field is."""
 
     id: str
     topic: _Topic

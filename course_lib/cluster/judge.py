@@ -257,7 +257,7 @@ def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster |
                 seconds[group] = min(map(max, rounds))
             slower = compare_seconds(seconds, limits)
             for group, found in seconds.items():
-                ranks = _short(group)
+                ranks = ", ".join(map(str, group)) if len(group) <= 4 else f"{group[0]}, {group[1]} .. {group[-1]}"
                 bus = bus_bandwidth(name, payload, found, len(group))
                 compared, share, fault = "the only group", 1.0, ""
                 if len(seconds) > 1:
@@ -290,7 +290,3 @@ def _modelled_s(name: str, payload: int, group: Sequence[int], cluster: Cluster,
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / GB:.2f} GB/s" if bytes_per_s >= GB else f"{bytes_per_s / 10**6:.1f} MB/s"
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"

@@ -81,7 +81,6 @@ def make_all_groups(
 
 
 def _all_members(mesh: Mesh, axis: str, *cut: int) -> list[list[int]]:
-    """Every group of an axis, in order of their first ranks."""
     members = (mesh.members(rank, *cut)[axis] for rank in range(mesh.world_size))
     return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
 

@@ -234,12 +234,8 @@ def as_block(record: Record, trainer: type) -> None:
 
 
 _EVENTS = (
-    "trainer.backward",
-    "autograd::engine::evaluate_function",
-    "Optimizer.step",
-    "c10d::allreduce_",
-    "gloo:all_reduce",
-)
+    "trainer.backward", "autograd::engine::evaluate_function", "Optimizer.step", "c10d::allreduce_", "gloo:all_reduce",
+)  # fmt: skip
 
 
 def as_traced_trainer(record: Record, trainer: type) -> None:

@@ -24,13 +24,9 @@ from course_lib.launch import _groups, _network, _rank
 OWN = "course_lib.launch"
 # Slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer.
 PRELOAD = (
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    OWN,
-)
+    "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", OWN,
+)  # fmt: skip
 EXIT = struct.Struct("qd")  # exit code as in subprocess (negative: signal), time of death on time.monotonic()
 
 

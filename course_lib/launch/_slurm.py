@@ -39,18 +39,8 @@ NEVER = {  # reasons of squeue with which a job would wait for ever
     "AccountNotAllowed": "this account may not use the partition: use another partition= or account=",
 }
 _OURS = {
-    "nodes",
-    "ntasks-per-node",
-    "ntasks",
-    "time",
-    "job-name",
-    "output",
-    "error",
-    "wrap",
-    "array",
-    "chdir",
-    "export",
-}
+    "nodes", "ntasks-per-node", "ntasks", "time", "job-name", "output", "error", "wrap", "array", "chdir", "export",
+}  # fmt: skip
 _SECONDS_PER_MIN = 60
 
 

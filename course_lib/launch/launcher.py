@@ -277,7 +277,6 @@ def _dump_function(fn: Callable, args: tuple) -> bytes:
 
 
 def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
-    """Start the ranks, watch them, end them."""
     world = _processes.World(str(folder / "ranks"), settings.world_size)
     watch = Watch(world, settings.world_size, output, folder / "ranks")
     try:

@@ -37,7 +37,6 @@ def usable_processes(of_process: str = "/proc/self/cgroup", mounted_at: str = "/
 
 
 def _threads_of(uid: int) -> int:
-    """Count the threads of a user, as the limit of processes does."""
     found = psutil.process_iter(["uids", "num_threads"])
     return sum(one.info["num_threads"] or 0 for one in found if one.info["uids"] and one.info["uids"].real == uid)
 

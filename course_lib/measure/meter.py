@@ -103,7 +103,7 @@ class ByteMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in _NAMESPACES:
             self._count(func, args, kwargs or {})
-        elif any(_wraps_collectives(tensor_type) for tensor_type in types):
+        elif any(tensor_type.__module__.startswith("torch.distributed.") for tensor_type in types):
             return NotImplemented  # let a DTensor take itself apart first: its collectives come back to us
         return func(*args, **(kwargs or {}))
 
@@ -122,10 +122,6 @@ class ByteMeter(TorchDispatchMode):
         axis = self.axis_of_group.get(group.group_name)
         for collective, payload_bytes, sent_bytes in _RULES[name](arguments, group.size(), group.rank()):
             self.records.append(CommRecord(collective, payload_bytes, group.size(), sent_bytes, axis))
-
-
-def _wraps_collectives(tensor_type: type) -> bool:
-    return tensor_type.__module__.startswith("torch.distributed.")
 
 
 def _group_of(arguments: dict) -> dist.ProcessGroup:
@@ -226,44 +222,28 @@ def _barrier(arguments, size, rank):
     return [("barrier", 0, 0)]
 
 
-_RULES = {
-    # c10d: what torch.distributed's functions, DDP's reducer and FSDP2 call
-    "allreduce_": _all_reduce,
-    "allreduce_coalesced_": _all_reduce,
-    "allgather_": _all_gather_list,
-    "allgather_coalesced_": _all_gather_one,
-    "allgather_into_tensor_coalesced_": _all_gather_one,
-    "_allgather_base_": _all_gather_one,
-    "reduce_scatter_": _reduce_scatter_list,
-    "reduce_scatter_tensor_coalesced_": _reduce_scatter_one,
-    "_reduce_scatter_base_": _reduce_scatter_one,
-    "alltoall_": _all_to_all_list,
-    "alltoall_base_": _all_to_all_single,
-    "broadcast_": _broadcast,
-    "reduce_": _reduce,
-    "gather_": _gather,
-    "gather_into_tensor_": _gather,  # since torch 2.15
-    "scatter_": _scatter,
-    "send": _send,
-    "recv_": _recv,
-    "recv_any_source_": _recv,
-    "barrier": _barrier,
-    "monitored_barrier_": _barrier,
-    # _c10d_functional, _dtensor: what DTensor and traced code call
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce,
-    "all_reduce_coalesced": _all_reduce,
-    "all_reduce_coalesced_": _all_reduce,
-    "all_gather_into_tensor": _all_gather_one,
-    "all_gather_into_tensor_out": _all_gather_one,
-    "all_gather_into_tensor_coalesced": _all_gather_one,
-    "reduce_scatter_tensor": _reduce_scatter_one,
-    "reduce_scatter_tensor_out": _reduce_scatter_one,
-    "reduce_scatter_tensor_coalesced": _reduce_scatter_one,
-    "all_to_all_single": _all_to_all_single,
-    "shard_dim_alltoall": _shard_dim_all_to_all,
-    "broadcast": _broadcast,
-    "isend": _send,
-    "irecv": _recv,
-    "batch_p2p_ops": _batch_p2p,
+_OPERATORS = {  # of each rule: those of c10d (torch.distributed, DDP, FSDP2) and functional ones (DTensor, traced code)
+    _all_reduce: "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+    _all_gather_list: "allgather_",
+    _all_gather_one: (
+        "allgather_coalesced_ allgather_into_tensor_coalesced_ _allgather_base_ all_gather_into_tensor "
+        "all_gather_into_tensor_out all_gather_into_tensor_coalesced"
+    ),
+    _reduce_scatter_list: "reduce_scatter_",
+    _reduce_scatter_one: (
+        "reduce_scatter_tensor_coalesced_ _reduce_scatter_base_ reduce_scatter_tensor "
+        "reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"
+    ),
+    _all_to_all_list: "alltoall_",
+    _all_to_all_single: "alltoall_base_ all_to_all_single",
+    _broadcast: "broadcast_ broadcast",
+    _reduce: "reduce_",
+    _gather: "gather_ gather_into_tensor_",  # the second since torch 2.15
+    _scatter: "scatter_",
+    _send: "send isend",
+    _recv: "recv_ recv_any_source_ irecv",
+    _barrier: "barrier monitored_barrier_",
+    _shard_dim_all_to_all: "shard_dim_alltoall",
+    _batch_p2p: "batch_p2p_ops",
 }
+_RULES = {name: rule for rule, names in _OPERATORS.items() for name in names.split()}

@@ -180,7 +180,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def mark(self, name: str) -> None:
         """Note that a phase begins; forward, backward and optimizer are noted by themselves."""
-        self._marks.append((self._now(), name))
+        self._marks.append((time.perf_counter() - self._start_s, name))
 
     def claim(self, tensor: torch.Tensor, kind: str) -> None:
         """Say what a tensor is, where the tracker cannot know: parameters gathered by hand, or a buffer of gradients.
@@ -398,9 +398,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._add(storage, kind)
         elif block.kind != "gathered" or kind == "gathered":
             block.kind = kind
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._start_s
 
     # ---- two wrappers, in place only inside the `with` block
 

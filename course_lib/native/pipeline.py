@@ -74,7 +74,6 @@ class Pipeline(nn.Module, Engine):
 
 
 def _ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
-    """Stage s on rank s % pp, or down and up again in a V."""
     return [*range(pp_size), *reversed(range(pp_size))] if schedule in _IN_A_V else [*range(pp_size)] * v
 
 

@@ -23,7 +23,6 @@ COMPARED = ("t4", "a100-40", "h100", "h200", "b200")
 
 
 def _kinds_of(budget: Budget) -> dict[str, float]:
-    """Bytes of a budget's largest moment by kind."""
     found = budget.at_peak | {"overhead": sum(budget.overheads.values())}
     return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
@@ -55,7 +54,6 @@ def _draw_memory(**values) -> Shown:
 
 
 def _draw_optimizers(**values) -> Shown:
-    """One bar for each optimizer, and which of them fit."""
     needed, device = {name: budgets(run_of(values, optimizer=name))[0] for name in OPTIMIZERS}, gpu(values["gpu"])
     fit = ", ".join(name for name, one in needed.items() if fits(one, device)) or "none"
     said = f"{device.name} gives programs {show_bytes(device.usable_bytes)}. Fits: {fit}."

@@ -60,7 +60,6 @@ def job_of(values: Mapping) -> Job:
 
 
 def _draw_plan(**values) -> Shown:
-    """One layout, worked out as the planner would."""
     job = job_of(values)
     layout, title = layout_for(job, values), f"{values['model']} on {values['gpus']} GPUs"
     charts, said = compared(title, {"layout": job.run(layout)}, "layout", job.cluster, job.engine)

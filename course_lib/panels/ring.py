@@ -64,7 +64,6 @@ def ring_states(values: Sequence[Sequence[float]], program: str = "right") -> li
 
 
 def _draw_ring(step: int, program: str) -> Shown:
-    """A row of pieces for each rank, as they are after a step, and what has just come."""
     state, right = ring_states(DATA, program)[step], ring_states(DATA)[step]
     rows, wrong = {}, []
     for rank, values in enumerate(state.values):

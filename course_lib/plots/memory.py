@@ -61,7 +61,6 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
 
 
 def _stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
-    """Stack the bytes of each kind over the events."""
     floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
         top = [low + value / UNITS[unit] for low, value in zip(floor, values, strict=True)]

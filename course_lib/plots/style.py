@@ -25,13 +25,8 @@ Place = tuple[float, float]
 
 FULL_WIDTH_IN = 8.5
 KOREAN_FONTS = (
-    "NanumGothic",
-    "Noto Sans CJK KR",
-    "Noto Sans KR",
-    "Apple SD Gothic Neo",
-    "AppleGothic",
-    "Malgun Gothic",
-)
+    "NanumGothic", "Noto Sans CJK KR", "Noto Sans KR", "Apple SD Gothic Neo", "AppleGothic", "Malgun Gothic",
+)  # fmt: skip
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
 CENTRED = {"ha": "center", "va": "center"}  # of a text
 

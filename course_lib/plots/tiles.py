@@ -33,7 +33,6 @@ def ranks(count: int) -> list[str]:
 
 
 def _width_of(row: TileRow) -> float:
-    """Return how many columns a row takes."""
     return sum(tile.width if isinstance(tile, Tile) else tile for tile in row)
 
 

@@ -74,7 +74,6 @@ def _place_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _once_problems(schedule: Schedule, whole: bool) -> Iterator[str]:
-    """What is there twice, or not at all."""
     times = Counter(one for row in schedule.instructions for one in row)
     for one, count in times.items():
         if count > 1:

@@ -82,7 +82,6 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
 
 
 def _source(instruction: Instruction, schedule: Schedule) -> int | None:
-    """Which other rank sends what the instruction needs."""
     if needed_by(instruction, schedule) is None:
         return None
     src = schedule.rank_of_stage[instruction.stage + (-1 if instruction.op == "F" else 1)]
@@ -90,7 +89,6 @@ def _source(instruction: Instruction, schedule: Schedule) -> int | None:
 
 
 def _sent(schedule: Schedule, src: int, dst: int) -> list[Message]:
-    """What one rank sends another, in its order."""
     given = [given_by(instruction, schedule) for instruction in schedule.instructions[src]]
     return [message for message in given if message is not None and schedule.rank_of_stage[message[2]] == dst]
 

@@ -43,18 +43,13 @@ def compare_ranks(
     Raises   RanksDisagree on every rank if one holds other numbers, or two dp ranks trained on the same tokens
     """
     tokens = checksum(torch.cat([part.flatten() for micro_batch in micro_batches for part in micro_batch]))
-    held = numbers_of(engine, numbers) | {_tokens_name(engine): tokens}
+    held = numbers_of(engine, numbers) | {f"{TOKENS}{engine.groups.coordinates['dp']}": tokens}
     of_ranks = comm.all_gather_json(held, dist.group.WORLD)
     if told := "; ".join(filter(None, [differences(of_ranks), same_data(of_ranks)])):
         raise RanksDisagree(
             f"after step {step} ranks hold different numbers: {told}; go on from a checkpoint that is older, and look "
             "at the memory and the device of that rank"
         )
-
-
-def _tokens_name(engine: five_d.FiveD) -> str:
-    """What the tokens of this rank's dp index are called among its numbers."""
-    return f"{TOKENS}{engine.groups.coordinates['dp']}"
 
 
 def numbers_of(engine: five_d.FiveD, numbers: engines.StepNumbers) -> dict[str, str]:

@@ -104,7 +104,6 @@ def own_seconds(steps: Sequence[dict]) -> list[float]:
 
 
 def _rank_now(rank: Index, lines: Sequence[dict], window: Size, now_s: Amount) -> RankNow:
-    """Return the row of one rank."""
     steps = steps_of(lines)[-window:]
     last, ends = (steps or [{}])[-1], (lines or [{}])[-1]
 

@@ -20,17 +20,8 @@ from course_lib.validate import Index, Seed, Size, checked, whole
 Bytes = Annotated[int, whole]
 # Left out: what some installations lack or write themselves.
 LEFT_OUT = {
-    "antigravity",
-    "distutils",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "test",
-    "this",
-    "tkinter",
-    "turtledemo",
-    "venv",
-}
+    "antigravity", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "this", "tkinter", "turtledemo", "venv",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=4)

@@ -139,7 +139,6 @@ def train_side_by_side(
 
 
 def _train_own(configs: dict[str, ModelConfig], plan: TrainConfig | None) -> MoeRun:
-    """In a rank: the model with its number."""
     name = list(configs)[dist.get_rank()]
     return train_one(name, configs[name], plan, schedule=warm_then_cosine, on_loss=report)
 

@@ -32,7 +32,6 @@ class Watched(widgets.VBox):
 
 @checked
 def _run_png(folder: str | Path, now: RunNow) -> bytes:
-    """The four pictures of a run as PNG."""
     rows = run_rows(read_run(folder))
     with style():
         figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))

@@ -261,12 +261,18 @@ def mend_links(app, doctree) -> None:
     """Links to files of the repository that are no pages: to its address, or, while there is none, their words."""
     links = [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]
     for link in links:
+        words = [child.deepcopy() for child in link.children]
+        english = Path(f"{link.get('reftarget')}.md")
+        if UP and english.is_file():  # which the Korean edition has not
+            there = english.relative_to(ROOT).with_suffix(".html").as_posix()
+            there = f"{'../' * app.env.docname.count('/')}{UP}{there}"
+            link.replace_self(nodes.reference("", "", *words, refuri=there))
+            continue
         target = (Path(app.srcdir) / app.env.relfn2path(link.get("reftarget") or ".", app.env.docname)[0]).resolve()
         is_page = target.suffix in (".ipynb", ".pdf") and target.parent.name != "solutions"
         if is_page or not target.exists() or target in (ROOT, *ROOT.parents):
             continue
         there = f"{ADDRESS}/blob/main/{target.relative_to(ROOT).as_posix()}" if ADDRESS else ""
-        words = [child.deepcopy() for child in link.children]
         link.replace_self(nodes.reference("", "", *words, refuri=there) if there else words)
 
 

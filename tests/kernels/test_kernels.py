@@ -64,16 +64,6 @@ def test_a_tiled_product_loads_what_the_formula_says(shape, tile, dtype):
         assert counted.loaded == M * N * K * dtype.itemsize // BM + M * N * K * dtype.itemsize // BN
 
 
-def test_the_depth_of_a_tile_changes_no_byte():
-    a, b = new((64, 64), HALF, seed=0), new((64, 64), HALF, seed=1)
-    told = []
-    for depth in (16, 32, 64):
-        with KernelTraffic() as counted:
-            product_by_tiles(a, b, (32, 32, depth))
-        told.append(counted.bytes)
-    assert len(set(told)) == 1
-
-
 def test_groups_of_tiles_compute_the_same_and_miss_a_small_cache_less():
     a, b = new((256, 128), HALF, seed=0), new((128, 256), HALF, seed=1)
     missed, products = [], []

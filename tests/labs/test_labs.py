@@ -74,10 +74,8 @@ BY_HAND = {  # by the chapter's formula, on two nodes of four H100: chapter, que
     ("01", 1, "gflop_per_token"): (6 * PARAMETERS + 12 * 16 * 2048 * 4096 / 2) / 1e9,
     ("03", 1, "mb"): 2 * 7 / 8 * 2 * PARAMETERS / 1e6,
     ("04", 0, "by_stage_1_gb"): 7 / 8 * 12 * PARAMETERS / 1e9,
-    ("04", 1, "of_the_bytes"): 3 / 2,
     ("07", 1, "tokens_of_a_rank"): 2 * 8 / 32 * 0.35 * 989.4e12 / 50e9,
     ("08", 0, "second"): 7 / 39,
-    ("09", 1, "times"): 8 / 2,
 }
 
 

@@ -33,8 +33,6 @@ class Summary:
 
 
 class _Summed(Summary):
-    """With one sum over ranks."""
-
     def mean(self, values, batch_size):
         both = torch.stack([values.sum(), torch.tensor(float(len(values))).to(values)])
         total, count = comm.all_reduce(both, self.group)

@@ -21,7 +21,6 @@ from course_lib.minimal.ring import ring_all_reduce
 
 
 def _one_each(rng: random.Random, world_size: int, length: int) -> Each:
-    """Return a tensor of whole numbers for every rank."""
     generator = fresh_generator(rng)
     return Each(
         1000.0 * (rank + 1) + torch.randint(100, (length,), generator=generator).double() for rank in range(world_size)

@@ -132,7 +132,6 @@ def _count_every_tensor(tracker, tensor):
 
 
 def _count_what_is_shown(tracker, tensor):
-    """The elements of a slice."""
     before = tracker.now_bytes
     Tracker.see(tracker, tensor)
     if tracker.now_bytes > before:

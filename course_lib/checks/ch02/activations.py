@@ -147,8 +147,6 @@ check_recompute = Exercise(
 
 # ------------------------------------------------------------------------------------ attention over blocks
 class _Largest(TorchDispatchMode):
-    """Remembers the bytes of the largest storage that an operator returned."""
-
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -35,8 +35,6 @@ class SometimesBlock(nn.Module):
 
 
 class _Draws(SometimesBlock):
-    """Draws whether to go around before it recomputes."""
-
     step, recomputed = -1, True
 
     def around(self):

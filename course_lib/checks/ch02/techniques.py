@@ -107,7 +107,6 @@ check_accumulate = Exercise(accumulate, _micro_batches, WRONG_SUM, _watch_accumu
 def _scaled_step(
     gradients, scale, good_steps, interval, update, finite=lambda g: g.isfinite().all(), divide=True, skipped=None
 ):
-    """Unscale, step or skip, and the next scale."""
     if not all(finite(gradient) for gradient in gradients):
         return skipped(scale, good_steps) if skipped else (scale / 2, 0)
     for gradient in gradients if divide else []:
@@ -199,12 +198,10 @@ def _as_they_are(out_a, lse_a, out_b, lse_b):
 
 
 def _output(of: Callable) -> Callable:
-    """Right but for the output."""
     return lambda a, la, b, lb: (of(a, la, b, lb), torch.logaddexp(la, lb))
 
 
 def _lse(of: Callable) -> Callable:
-    """Right but for the log-sum-exp."""
     return lambda a, la, b, lb: (merge(a, la, b, lb)[0], of(la, lb))
 
 

@@ -56,8 +56,6 @@ class RowTrainer:
 
 
 class _Seeds(RowTrainer):
-    """Draws each order with a generator of its own."""
-
     def seed(self, epoch):
         return epoch
 

@@ -136,7 +136,6 @@ def _in_place(grads, max_norm, group):
 
 
 def _limits(rng: random.Random) -> list[tuple]:
-    """A limit that clips, and one above every norm in play."""
     cases, sizes = [], [rng.randrange(2, 9) for _ in range(3)]
     for size in (2, 4):
         shares = [numbers(rng, sum(sizes)) for _ in range(size)]

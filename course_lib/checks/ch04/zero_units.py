@@ -79,8 +79,6 @@ class Unit:
 
 
 def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, reverse=True, wait=True):
-    """The reference, and with an argument one of the mistakes."""
-
     def turn(unit, following, compute, value):
         if not ahead:
             unit.start_gather()

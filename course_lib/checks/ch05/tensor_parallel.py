@@ -26,7 +26,6 @@ def _that_they_read(queries, N, K, tp, rank):
 
 
 def _heads(num_heads, num_kv_heads, tp_size, tp_rank, queries=_neighbours, kv=_that_they_read, refuses=True):
-    """The reference, and with an argument one of the mistakes."""
     if refuses and not _divide(num_heads, num_kv_heads, tp_size):
         raise ValueError("these heads do not divide; change tp_size")
     mine = queries(num_heads, tp_size, tp_rank)

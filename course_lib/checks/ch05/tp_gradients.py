@@ -116,8 +116,6 @@ check_column_backward = Exercise(_column, _layers, _WRONG_COLUMN, _backward, _SA
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces
 def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", softmax="all"):
-    """The reference, and with an argument one of the mistakes."""
-
     def loss(logits_BSv, y_BS, first, group):
         v = logits_BSv.shape[-1]
         is_mine_BS = (y_BS >= first) & (y_BS < first + v)

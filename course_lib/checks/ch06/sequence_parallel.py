@@ -25,7 +25,6 @@ def _off(*regions, sp=(False, True), tokens=lambda S, mine, t: mine, width=lambd
 
 
 def _regions(rng):
-    """For tokens that divide and that do not."""
     cases = []
     for rest in (0, 1):
         t, head_dim = rng.choice([2, 4]), rng.choice([8, 16])
@@ -130,7 +129,6 @@ def _choice(free_bytes, s, b, h, layers, t, **believed):
 
 
 def _limits(rng):
-    """On both sides of each limit."""
     cases = []
     for _ in range(5):
         s, b, h = 512 * rng.randrange(1, 20), rng.randrange(1, 5), 1024 * rng.randrange(1, 9)

@@ -92,13 +92,8 @@ check_gather_in = Exercise(function(_together, _sum_of_mine), _tokens, WRONG_GAT
 
 # ------------------------------------------------------------------------------------ 4. the forgotten sum
 CUT = (
-    "attention.q.weight",
-    "attention.q.bias",
-    "attention.o.weight",
-    "mlp.up.weight",
-    "mlp.up.bias",
-    "mlp.down.weight",
-)
+    "attention.q.weight", "attention.q.bias", "attention.o.weight", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight",
+)  # fmt: skip
 WHOLE = {
     "norms": ("attention_norm.weight", "attention_norm.bias", "mlp_norm.weight"),
     "biases behind a sum": ("attention.o.bias", "mlp.down.bias"),
@@ -106,7 +101,6 @@ WHOLE = {
 
 
 def _sum(gradients, cut, group, names=lambda name, cut: name not in cut, op="sum"):
-    """The reference, and with an argument one of the mistakes."""
     mine = [grad for name, grad in gradients.items() if names(name, cut)]
     flat_P = all_reduce(torch.cat([grad.flatten() for grad in mine]), group, op=op)
     for grad, summed in zip(mine, flat_P.split([grad.numel() for grad in mine]), strict=True):

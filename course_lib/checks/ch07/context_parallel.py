@@ -19,7 +19,6 @@ def _places(sequence_sharding, S, ranks, rank, **believed):
 
 
 def _chunks(first, second):
-    """Two of the 2 ranks chunks, by their numbers."""
     return lambda all_S, ranks, rank: torch.cat(
         [all_S.chunk(2 * ranks)[place(ranks, rank)] for place in (first, second)]
     )

@@ -34,8 +34,6 @@ class DrawnMoE(ExpertParallelMoE):
 
 
 class _Seeds(DrawnMoE):
-    """Seeds before it draws an expert."""
-
     def seed_of(self, number):
         return 1000 * self.seed + number
 

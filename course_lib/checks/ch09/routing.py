@@ -34,7 +34,6 @@ def logits(rng):
 
 
 def _always(score):
-    """Whatever the score is."""
     return lambda logits_TE, top_k, _, bias_E: route(logits_TE, top_k, score, bias_E)
 
 

@@ -113,7 +113,6 @@ def _a_rank_of_layouts(rng):
 
 
 def _watch_kinds(answer, rank, tp):
-    """Each kind, with and without sequence parallelism."""
     seen = {}
     for sequence_parallel in (True, False):
         layout = Layout(dp=4, cp=2, tp=tp, pp=2, ep=4, sequence_parallel=sequence_parallel)

@@ -55,10 +55,6 @@ def _around_the_ridge(rng):
     return cases
 
 
-def _other(limit):
-    return {"memory": "computing", "computing": "memory"}[limit]
-
-
 _WRONG_LIMIT = {
     "the kernel waits for what takes longer; this is the shorter time": lambda f, b, gpu: (
         _limit(f, b, gpu)[0],
@@ -69,7 +65,7 @@ _WRONG_LIMIT = {
         f / gpu.bf16_flops + b / gpu.memory_bytes_per_s,
     ),
     "below the ridge memory decides, above it computing": lambda f, b, gpu: (
-        _other(_limit(f, b, gpu)[0]),
+        {"memory": "computing", "computing": "memory"}[_limit(f, b, gpu)[0]],
         _limit(f, b, gpu)[1],
     ),
     "products in bf16 run at bf16_flops, not at fp32_flops": lambda f, b, gpu: (
