@@ -18,7 +18,6 @@ from pathlib import Path
 
 CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
-_NUMBER = re.compile(r"\{(\d+)\}")
 _ENDS = (
     re.compile(r"(?<=\n)"),
     re.compile(r"(?<=  )(?=\S)"),  # a table's columns
@@ -117,19 +116,11 @@ def _looked_up(text: str) -> str | None:
     exact, patterns = _catalogue()
     if text in exact:
         return exact[text]
-    for longest, pattern, korean, numbers in patterns:
+    for longest, pattern, korean in patterns:
         if longest in text and (found := pattern.fullmatch(text)):
-<<<<<<< HEAD
             values = {name[1:]: _in_korean(value) if value else "" for name, value in found.groupdict().items()}
             if not any(said == found[f"_{name}"] and _ENGLISH.fullmatch(said) for name, said in values.items()):
                 return _filled(korean, values)
-=======
-            values = [_in_korean(value) if value else "" for value in found.groups()]
-            if not any(
-                value == said and _ENGLISH.fullmatch(value) for value, said in zip(found.groups(), values, strict=True)
-            ):
-                return _filled(korean, dict(zip(numbers, values, strict=True)))
->>>>>>> int
     return None
 
 
@@ -152,7 +143,7 @@ def _particle(value: str, after_l: bool) -> int:
 
 
 @cache
-def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str, list[str]]]]:
+def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     """Texts without values, and patterns of those with values; the one with most fixed words stands first."""
     import polib  # what speaks English never needs it
 
@@ -165,19 +156,13 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str, list[
     entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
         if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
-<<<<<<< HEAD
             entries += zip(lines, korean.split("\n"), strict=True)
     entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
-=======
-            pairs = zip(lines, korean.split("\n"), strict=True)
-            entries += [pair for pair in pairs if {*_NUMBER.findall(pair[1])} <= {*_NUMBER.findall(pair[0])}]
->>>>>>> int
     entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
     exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
     patterns = []
     for english, korean in entries:
         if _FIELD.search(english):
-<<<<<<< HEAD
             fixed, names = re.split(r"\{\d+\}", english), re.findall(r"\{(\d+)\}", english)
             value = ".*?" if sum(map(len, fixed)) > LONG else _VALUE
             values = [r"[\s\S]*?" if part.endswith("\n") else value for part in fixed[:-1]]
@@ -188,13 +173,6 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str, list[
             groups = [f"(?P<_{name}>{one})" for name, one in zip(names, values, strict=True)]
             pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*groups, ""], strict=True))))
             patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
-=======
-            fixed = _NUMBER.split(english)[::2]
-            value = "(.*?)" if sum(map(len, fixed)) > LONG else _VALUE
-            values = [r"([\s\S]*?)" if part.endswith("\n") else value for part in fixed[:-1]]
-            pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*values, ""], strict=True))))
-            patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean, _NUMBER.findall(english)))
->>>>>>> int
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
 
 
