@@ -140,6 +140,8 @@ class _Texts(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
+        if getattr(node.func, "attr", "") == "split" and isinstance(node.func.value, ast.Constant):  # a list of names
+            return
         is_panel = getattr(node.func, "id", "") in ("Control", "Panel")
         self.labels += is_panel
         self.generic_visit(node)
