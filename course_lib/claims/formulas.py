@@ -35,15 +35,13 @@ from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import even_layers, kv_replication
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import NCCL_CHANNEL_BYTES, NCCL_CHANNELS, Budget, budgets, fits, saved_for_backward
-from course_lib.memory.flats import BUCKET_BYTES, flats_of
+from course_lib.memory.flats import BUCKET_BYTES, flats_of, stage_parameters
 from course_lib.memory.papers import (
     korthikanti_bytes,
     korthikanti_layer_bytes,
-    megatron_activation_bytes,
     selective_flops_share,
 )
 from course_lib.memory.ranks import narrow
-from course_lib.memory.stages import stage_parameters
 from course_lib.memory.states import (
     RECIPES,
     LoRA,

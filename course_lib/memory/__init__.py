@@ -4,11 +4,10 @@ states.py        parameters, gradients, optimizer: bytes a parameter, recipe by 
 ranks.py         what a rank runs: a narrower model over tp, fewer tokens over cp; what crosses between stages
 flats.py         the parameter tensors of a rank: stages, units, and the flats that are summed and sharded
 zero.py          ZeRO: what a rank holds of each kind, under any layout; offload
-stages.py        a model cut into pipeline stages: parameters, balance, layers kept
 run.py           a run as one record: model, layout, recipe, device, optimizer
 activations.py   what is saved for the backward pass, term by term, under any layout
 backward.py      what a backward holds layer by layer, which gradients have come, what ZeRO puts together
 peak.py          the fullest moment of a step: what is in flight, what each moment holds, and the update
 budget.py        budgets(run): all of it together, for each rank of a pipeline
-papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
+papers.py        the published activation formulas of Korthikanti et al.
 """

@@ -34,13 +34,13 @@ Terms = dict[str, int]
 class Part:
     """What one rank computes of a micro-batch: `local` is its model, narrower by tp, `rows` are its tokens.
 
-    own_rows    tokens outside attention and MLP, which sequence parallelism cuts once more
-    entered     tokens of a matrix's saved input: all rows, or own ones that backward gathers again
-    routed      tokens that go to experts from here: all rows, or folded own ones; `came` rows come to its experts
-    e, r        bytes of a number in matrix products, and of the residual stream: autocast leaves it as parameters are
-    fp32        bytes of what is computed in FP32 at least; `softmax` of scores, on a GPU not autocast
-    in_layers   whether any layer trains, and not the head alone; `is_away`: activations wait off the device
-    split       whether gradients of weights may wait for a backward's second part
+    own_rows   tokens outside attention and MLP, which sequence parallelism cuts once more
+    entered    tokens of a matrix's saved input: all rows, or own ones that backward gathers again
+    routed     tokens that go to experts from here: all rows, or folded own ones; `came` rows come to its experts
+    e, r       bytes of a number in matrix products, and of the residual stream: autocast leaves it as parameters are
+    fp32       bytes of what is computed in FP32 at least; `softmax` of scores, on a GPU not autocast
+    in_layers  whether any layer trains, and not the head alone; `is_away`: activations wait off the device
+    split      whether gradients of weights may wait for a backward's second part
     """
 
     run: Run
@@ -59,6 +59,11 @@ class Part:
     in_layers: bool
     is_away: bool
     split: bool
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.own_rows * self.local.d_model * self.r
 
     @property
     def head_in_forward(self) -> bool:
@@ -107,7 +112,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts =
 def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[Terms, Terms]:
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
     c, run, rows, D, has_experts = part.local, part.run, part.rows, part.local.d_model, part.local.has_experts(layer)
-    how, stream = recompute or run.layout.recompute, {"block input": part.own_rows * D * part.r}
+    how, stream = recompute or run.layout.recompute, {"block input": part.stream}
     if not part.in_layers:
         return {}, {}
     if how == "full":  # a router's module holds its routing until the next one
@@ -130,7 +135,7 @@ def _attention_terms(part: Part, recompute: str) -> Terms:
     c, run, layout, rows, own, e = part.local, part.run, part.run.layout, part.rows, part.own_rows, part.e
     D, N, K, H, W, mla = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, c.mla
     terms = {"input of q, k, v": part.entered * D * part.saves("q", "k", "v")}
-    if mla:  # queries, keys and values through narrow vectors (latent.py)
+    if mla:  # through narrow vectors (latent.py)
         terms = {
             "input of latent vectors": own * D * part.saves("q_down", "kv_down"),
             "latent vectors": own * ((mla.q_rank + mla.kv_rank + mla.rope_dim) * e + 2 * part.fp32),
@@ -154,11 +159,8 @@ def _attention_terms(part: Part, recompute: str) -> Terms:
 
 
 def _mlp_terms(part: Part, width: int, entered: str, inside: str) -> Terms:
-    readers = ("gate", "up") if part.local.family == "llama" else ("up",)
-    return {
-        entered: part.entered * part.local.d_model * part.saves(*readers),
-        inside: part.rows * width * _inside_bytes(part),
-    }
+    size = part.entered * part.local.d_model * part.saves(*("gate", "up")[part.local.family != "llama" :])
+    return {entered: size, inside: part.rows * width * _inside_bytes(part)}
 
 
 def _inside_bytes(part: Part) -> int:
@@ -212,32 +214,31 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
 # ---- both ends
 
 
-def first_terms(part: Part) -> Terms:
-    """What a stage saves in front of its layers: RoPE's tables; the first one token ids, and frozen nothing."""
-    c, layout = part.local, part.run.layout
-    tables = 2 * part.rows // layout.micro_batch * c.rope_dim * recipe_of(part.run.recipe).param_bytes
-    is_llama, trains = c.family == "llama", part.run.lora is None
-    return {
-        "RoPE's tables": tables * (is_llama and part.in_layers),
-        "token ids": trains * part.rows * (INT64 + MASK * (layout.tp > 1)),
-        "positions": trains * (not is_llama) * part.own_rows // layout.micro_batch * INT64,
-        "embedding's dropout mask": trains * part.own_rows * c.d_model * MASK * (c.dropout > 0),
-    }
+def start_bytes(part: Part, stage: int) -> int:
+    """Bytes that a stage saves in front of its layers: RoPE's tables; the first one token ids, and frozen nothing."""
+    c, rows, micro_batch = part.local, part.rows, part.run.layout.micro_batch
+    is_llama, ids = c.family == "llama", INT64 + MASK * (part.run.layout.tp > 1)
+    tables = 2 * rows // micro_batch * c.rope_dim * recipe_of(part.run.recipe).param_bytes * is_llama * part.in_layers
+    if stage > 0 or part.run.lora is not None:
+        return tables
+    positions = part.own_rows // micro_batch * INT64 * (not is_llama)
+    return tables + rows * ids + positions + part.own_rows * c.d_model * MASK * (c.dropout > 0)
 
 
-def last_terms(part: Part) -> tuple[Terms, int]:
-    """(what final norm and head save with the targets, log-probabilities or probabilities of the loss).
+def end_bytes(part: Part) -> tuple[int, int, int, int]:
+    """(what final norm and head save, what waits for the head's gradient, targets, log-probabilities of the loss).
 
     Where forward makes the head's gradients: that of its input in place of the input, and that of its weight.
     """
-    D, V, lora = part.local.d_model, part.local.vocab_size, part.run.lora
-    terms = part.norm("input of the final norm", "its") if part.in_layers else {}
+    D, V, rows, e, tp = part.local.d_model, part.local.vocab_size, part.rows, part.e, part.run.layout.tp
+    saved = sum(part.norm("input of the final norm", "its").values()) if part.in_layers else 0
     if part.local.family == "xlmr":
-        return terms, 0
-    terms["input of the head"] = part.entered * D * part.e * (lora is None or "head" in lora.targets)
-    terms["head in autocast's dtype"] = V * D * part.e * (part.e != part.r and part.in_layers)
-    terms["targets"] = part.rows * (INT64 + MASK * (part.run.layout.tp > 1))
-    return terms, V * D * part.fp32 if part.head_in_forward else part.rows * V * part.fp32 // part.run.loss_chunks
+        return saved, 0, 0, 0
+    trains, targets = part.run.lora is None or "head" in part.run.lora.targets, rows * (INT64 + MASK * (tp > 1))
+    saved += part.entered * D * e * trains + V * D * e * (part.e != part.r and part.in_layers) + targets * (tp > 1)
+    logits = V * D * part.fp32 if part.head_in_forward else rows * V * part.fp32 // part.run.loss_chunks
+    waits = rows * (D + V) * e * (part.split and not part.head_in_forward)
+    return saved, waits, targets * (tp == 1), logits  # without tp the micro-batch has targets until it is done
 
 
 # ---- for readers: one block, per token

@@ -1,15 +1,13 @@
 """How much memory a run needs: `budgets(run)`, one Budget for each rank of the pipeline. The only answer there is.
 
-states        parameters, gradients, optimizer: counted (states.py, zero.py)
-the step      every other tensor: four moments of a step, the largest of which is the peak (peak.py)
-elsewhere     what was moved off the device
-overheads     what is there besides tensors: assumptions, with their sources
+States are counted (states.py, zero.py); every other tensor is of a moment of a step, the fullest of which is the peak
+(peak.py). What is there besides tensors are assumptions, with their sources.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -20,7 +18,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
-from course_lib.memory.flats import Named, adapters_of, flats_of, placed_by, tensors_of, with_any_batch
+from course_lib.memory.flats import flats_of, placed_by, tensors_of, with_any_batch
 from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
@@ -51,9 +49,7 @@ NCCL_CHANNEL_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
 class Budget:
     """Bytes that one rank needs. Each kind stands at its own largest; `at_peak` is what the largest moment is made of.
 
-    moment      the name of that moment
     elsewhere   what was moved off the device: to "host", to "disk"
-    overheads   by name, what is no tensor
     """
 
     parameters: int
@@ -66,12 +62,12 @@ class Budget:
     saved: int  # activations and logits at their common largest
     at_peak: dict[str, int]
     moment: str
-    overheads: dict[str, int] = field(default_factory=dict)
+    overheads: dict[str, int] = field(default_factory=dict)  # by name, what is no tensor
     elsewhere: dict[str, int] = field(default_factory=dict)
 
     @property
     def states_bytes(self) -> int:
-        """Parameters, gradients and optimizer at the end of backward: they do not depend on the batch."""
+        """Parameters, gradients and optimizer at the end of backward."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -104,10 +100,7 @@ def fits(budget: Budget, gpu_or_key: GPU | str) -> bool:
 
 @checked
 def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: Size = 1) -> int:
-    """The largest size, of a batch or of a sequence, a multiple of so many, whose budget fits the GPU; 0 if none does.
-
-    budget_of   from a size to the budget of one GPU, larger ones larger
-    """
+    """The largest multiple of a batch or a sequence whose `budget_of(size)` fits the GPU; 0 if none does."""
     low, high = 0, 1
     while fits(budget_of(high * multiple), gpu):
         low, high = high, 2 * high
@@ -133,24 +126,50 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
 
     Raises   ValueError if the model does not read so many tokens, load is impossible, or the engine cannot do the run
     """
-    config, most = run.config, run.layout.ep
-    if run.seq_len > config.max_seq_len:
-        what = f"{config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
+    if run.seq_len > run.config.max_seq_len:
+        what = f"{run.config.name} reads at most {run.config.max_seq_len} tokens; choose a shorter one"
         raise ValueError(f"seq_len is {run.seq_len}, but {what}")
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     one_of("engine", engine, tuple(ENGINES))
-    if ENGINES[engine].log_first:
+    facts = ENGINES[engine]
+    if facts.log_first:
         raise ValueError(f"{engine}'s memory is its log's, of the first stage alone: ask estimate.estimate for it")
-    if not 0 <= load <= most:
-        raise ValueError(f"load is {load}; required: 0 to ep ({most}), where all rows reach this rank")
-    return _budget_of_rank(_under(run, ENGINES[engine]), pp_rank, tp_rank, load, ENGINES[engine])
+    if not 0 <= load <= run.layout.ep:
+        raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
+    run = _under(run, facts)
+    part, layout, recipe, offload = part_of(run, tp_rank, load, facts), run.layout, recipe_of(run.recipe), run.offload
+    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
+    stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
+    states, held = states_of(run, pp_rank, tp_rank), sum(one.held for one in gradients.values())
+    steps = [*moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)]
+    steps += [(name, Held(gradients=held, temporary=size)) for name, size in after_backward(part, sizes)]
+    moment, fullest = max(steps, key=lambda step: sum(step[1]))
+    always = _always(part, pp_rank, tp_rank)
+    largest = Held(*map(max, zip(*(now for _, now in steps), strict=True))).plus(always)
+    on_device = {
+        kind: getattr(states, kind) * (getattr(offload, kind) == "device") for kind in ("parameters", "optimizer")
+    }
+    peak = fullest.plus(always)._asdict() | on_device
+    if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
+        peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
+    places = Counter(bytes_by_place(states, offload))
+    places[offload.activations] += moved_bytes(layout, pp_rank, stages)
+    reserve = round((facts.reserved_share - 1) * sum(peak.values()))
+    return Budget(
+        **largest._replace(gradients=states.gradients)._asdict(),
+        **on_device,
+        saved=max(now.activations + now.logits for _, now in steps),
+        at_peak={kind: peak[kind] for kind in KINDS},
+        moment=moment,
+        overheads=overheads_of(run) | ({"allocator's reserve": reserve} if reserve else {}),
+        elsewhere={place: size for place, size in places.items() if place != "device" and size},
+    )
 
 
 def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "course") -> Budget:
     """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
 
-    One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
-    experts, the last has the logits.
+    It is the first, with most in flight, the second, which may have experts, or the last, with the logits.
     """
     last, found = run.layout.pp - 1, []
     for rank in dict.fromkeys((0, last, min(1, last))):
@@ -203,48 +222,12 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     return five_d_states(run.config, with_any_batch(layout), pp_rank, tp_rank, recipe, run.optimizer, counters)
 
 
-# ---- one rank
-
-
-def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: EngineFacts) -> Budget:
-    part, layout, recipe = part_of(run, tp_rank, load, engine), run.layout, recipe_of(run.recipe)
-    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
-    stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
-    states, offload = states_of(run, pp_rank, tp_rank), run.offload
-    held = sum(one.held for one in gradients.values())
-    always = _always(part, tensors_of(run.config, layout, pp_rank, tp_rank))
-    steps = moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)
-    updates = ((name, Held(gradients=held, temporary=size)) for name, size in after_backward(part, sizes))
-    steps = [*steps, *updates]
-    moment, fullest = max(steps, key=lambda step: sum(step[1]))
-    largest = Held(*map(max, zip(*(now for _, now in steps), strict=True))).plus(always)
-    peak = fullest.plus(always)._asdict()
-    peak["parameters"] = states.parameters if offload.parameters == "device" else 0
-    peak["optimizer"] = states.optimizer if offload.optimizer == "device" else 0
-    if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
-        peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
-    at_peak = {kind: peak[kind] for kind in KINDS}
-    places = Counter(bytes_by_place(states, offload))
-    places[offload.activations] += moved_bytes(layout, pp_rank, stages)
-    reserve = round((engine.reserved_share - 1) * sum(at_peak.values()))
-    return Budget(
-        parameters=peak["parameters"],
-        optimizer=peak["optimizer"],
-        **largest._replace(gradients=states.gradients)._asdict(),
-        saved=max(now.activations + now.logits for _, now in steps),
-        at_peak=at_peak,
-        moment=moment,
-        overheads=overheads_of(run) | ({"allocator's reserve": reserve} if reserve else {}),
-        elsewhere={place: size for place, size in places.items() if place != "device" and size},
-    )
-
-
 @lru_cache(maxsize=2048)
 def _trained(
     config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int
-) -> tuple[dict[int, Gradients], list[tuple[str, int]]]:
+) -> tuple[dict[int, Gradients], list[int]]:
     """The gradients of each stage of a rank, and what it updates."""
-    trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
+    trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
     is_tied = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
     is_tied, found = is_tied and not placed_by(layout).splits_backward, {}
@@ -252,18 +235,15 @@ def _trained(
         own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
         found[stage] = gradients_of(layout, recipe, *own, is_tied)
     if layout.zero_stage:
-        return found, [(flat.kind, flat.padded // flat.ranks) for flat in flats]
-    return found, [(one.kind, one.numel) for one in trained]
+        return found, [flat.padded // flat.ranks for flat in flats]
+    return found, [one.numel for one in trained]
 
 
 # ---- what another engine has besides
 
 
 def _under(run: Run, engine: EngineFacts) -> Run:
-    """The run as the formulas have it in order to hold what the engine does.
-
-    Raises   ValueError for what the engine does not have
-    """
+    """The run as the formulas have it in order to hold what the engine does; ValueError for what it does not have."""
     layout = run.layout
     if run.loss_chunks > 1 and not engine.chunked_loss:
         able = ", ".join(name for name, one in ENGINES.items() if one.chunked_loss)
@@ -276,14 +256,15 @@ def _under(run: Run, engine: EngineFacts) -> Run:
     return run
 
 
-def _always(part: Part, tensors: Sequence[Named]) -> Held:
+def _always(part: Part, pp_rank: int, tp_rank: int) -> Held:
     """What an engine holds all through a step, of which the course's has nothing."""
-    engine, run, layout, found = part.engine, part.run, part.run.layout, {}
+    engine, run, layout, gathered, temporary = part.engine, part.run, part.run.layout, 0, 0
     if engine.root_gathered and layout.zero_stage == 3:
+        tensors = tensors_of(run.config, layout, pp_rank, tp_rank)
         ends = sum(one.numel for one in tensors if one.name in ("embed", "head"))
-        found["gathered"] = recipe_of(run.recipe).param_bytes * ends
+        gathered = recipe_of(run.recipe).param_bytes * ends
     if engine.message_buffers and layout.pp > 1:
-        found["temporary"] = 2 * layout.micro_batches * part.own_rows * run.config.d_model * part.e
+        temporary = 2 * layout.micro_batches * part.own_rows * run.config.d_model * part.e
     if run.lora is not None and run.lora.four_bits and engine.name != "course":  # a matrix, dequantized
-        found["temporary"] = part.e * max(prod(shape) for shape, _ in quantized_shapes(run.config).values())
-    return Held(**found)
+        temporary = part.e * max(prod(shape) for shape, _ in quantized_shapes(run.config).values())
+    return Held(gathered=gathered, temporary=temporary)

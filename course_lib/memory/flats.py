@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
+from course_lib.flops import forward_flops_per_token, head_parameters
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, even_layers, kv_replication
+from course_lib.layout.partition import check_layers, check_num_stages, even_layers, kv_replication
 from course_lib.memory.ranks import is_replicated, narrow
 from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
+from course_lib.validate import Bytes, Size, checked
 
 BUCKET_BYTES = 25 * 2**20
 schedule_of = lru_cache(maxsize=256)(make)
@@ -31,11 +34,52 @@ def placed_by(layout: Layout) -> Schedule:
     return schedule_of(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
+# ---- stages
+
+
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
     """How many layers each stage has."""
     layers = list(layout.layers_of_stage or even_layers(config.num_layers, layout.num_stages))
     check_layers(config, layers)
     return layers
+
+
+@checked
+def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
+    """Count the parameters of each stage, a tied head's copy too; ValueError unless `layers` are those of the model."""
+    check_layers(config, layers)
+    layout = Layout(pp=len(layers), layers_of_stage=tuple(layers))
+    return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
+
+
+@checked
+def balanced_layers(
+    config: ModelConfig, num_stages: Size, by: Literal["parameters", "flops"] = "parameters", seq_len: Size = 4096
+) -> list[int]:
+    """Divide layers so that the largest stage is as small as possible; by flops an embedding costs nothing.
+
+    Raises   ValueError if a stage would have no layer
+    """
+    check_num_stages(config.num_layers, num_stages)
+    embed, layer, *_, end = layer_units(config)
+    end += config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0  # a tied head is a copy there
+    if by == "flops":
+        embed, end = 0, 2 * head_parameters(config)
+        layer = (forward_flops_per_token(config, seq_len) - end) // config.num_layers
+    layers, weights = [1] * num_stages, [layer] * num_stages
+    weights[0] += embed
+    weights[-1] += end
+    for _ in range(config.num_layers - num_stages):
+        lightest = weights.index(min(weights))
+        layers[lightest] += 1
+        weights[lightest] += layer
+    return layers
+
+
+def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
+    """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
+    change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
+    return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]
 
 
 # ---- tensors
@@ -51,14 +95,18 @@ class Named(NamedTuple):
     stage: int
 
 
-def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
-    """List all parameter tensors of a rank, in the model's order."""
-    return _tensors_of(config, _cut_of(layout), pp_rank, tp_rank)
+def tensors_of(
+    config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, lora: LoRA | None = None
+) -> tuple[Named, ...]:
+    """List all parameter tensors of a rank in the model's order, or its adapters: all that is trained beside them."""
+    return _tensors_of(config, _cut_of(layout), pp_rank, tp_rank, lora)
 
 
-def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named, ...]:
-    """List all adapters of an undivided model, in its order; beside frozen weights they alone are trained."""
-    return _tensors_of(config, _cut_of(layout), 0, 0, lora)
+@lru_cache(maxsize=4096)
+def with_any_batch(layout: Layout) -> Layout:
+    """One of many layouts with the same parameters, gradients and states, whatever batch, recomputation, cp_method."""
+    few = {"micro_batch": 1, "micro_batches": 2 * layout.pp}
+    return replace(layout, recompute="none", regather=False, cp_method="ring", cp_sharding="zigzag", **few)
 
 
 @lru_cache(maxsize=4096)
@@ -70,11 +118,11 @@ def _cut_of(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _tensors_of(
-    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None = None
+    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None
 ) -> tuple[Named, ...]:
-    mine, found, named = placed_by(layout).stages_of_rank(pp_rank), [], {}
-    for stage in mine:
-        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
+    stages, found, named = placed_by(layout).stages_of_rank(pp_rank), [], {}
+    for stage in stages:
+        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in stages).items():
             if id(shapes) not in named:  # names, elements and kinds, the same for equal layers
                 trained = adapter_shapes(shapes, lora) if lora else shapes
                 named[id(shapes)] = shapes, _in_model_order(trained, config, layout)
@@ -84,10 +132,7 @@ def _tensors_of(
 
 
 def _unit_shapes(config: ModelConfig, layout: Layout, stage: int, tp_rank: int, tied_copy: bool) -> dict[str, Shapes]:
-    """The tensors that one rank has of a stage: those before the blocks, those of each block, those behind them.
-
-    tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
-    """
+    """The tensors that one rank has of a stage, by unit; a tied head is a copy where the rank has no embedding."""
     layers, local = layers_of(config, layout), narrow(config, layout.tp, tp_rank)
     before, behind = end_shapes(local)
     of_sort = {has_experts: block_shapes(local, has_experts) for has_experts in {False, config.moe is not None}}
@@ -124,9 +169,9 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     kv           key/value heads that several ranks of tp have
     tied         embedding and head, as copies on two ranks of the pipeline
     """
-    ends = {placed_by(layout).rank_of_stage[stage] for stage in (0, -1)}
     if name.startswith("moe.experts."):
         return "experts"
+    ends = {placed_by(layout).rank_of_stage[stage] for stage in (0, -1)}
     if name in ("embed", "head") and config.tied and len(ends) == 2:
         return "tied"
     if layout.tp > 1 and config.qk_norm and name in ("attention.q_norm", "attention.k_norm"):
@@ -138,11 +183,7 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
-    """Kinds that all ranks of tp have whole and of whose gradient each has a different term: these are summed.
-
-    Of other whole parameters each rank has the same gradient, except under sequence parallelism: there it is of the
-    rank's own tokens.
-    """
+    """Kinds that all ranks of tp have whole, with different terms of a gradient on each: these are summed."""
     return ("norms", "head_norms") if layout.sequence_parallel else ("head_norms",)
 
 
@@ -171,20 +212,12 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // ranks) * ranks
 
 
-@lru_cache(maxsize=4096)
-def with_any_batch(layout: Layout) -> Layout:
-    """One of many layouts with the same parameters, gradients and states, whatever batch, recomputation, cp_method."""
-    few = {"micro_batch": 1, "micro_batches": 2 * layout.pp}
-    return replace(layout, recompute="none", regather=False, cp_method="ring", cp_sharding="zigzag", **few)
-
-
 def flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2, lora: LoRA | None = None
 ) -> tuple[Flat, ...]:
     """What is summed over data, and sharded by ZeRO, on a rank, stage by stage: buckets, and with ZeRO-3 units.
 
     itemsize   bytes of a parameter: a bucket closes once it has its size
-    lora       adapters, which then are all that is summed
     """
     return _flats_of(config, with_any_batch(layout), pp_rank, tp_rank, itemsize, lora)
 
@@ -193,10 +226,10 @@ def flats_of(
 def _flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None
 ) -> tuple[Flat, ...]:
-    groups = _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
-    of_experts, of_others, flats = layout.expert_shard_size, layout.shard_size, []
-    for group, sizes, numel in groups:
-        first, ranks = group[0], of_experts if group[0].kind == "experts" else of_others
+    flats = []
+    for group, sizes in _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3):
+        first, numel = group[0], sum(sizes)
+        ranks = layout.expert_shard_size if first.kind == "experts" else layout.shard_size
         flats.append(Flat(group, ranks, first.stage, first.kind, first.unit, sizes, numel, padded(numel, ranks)))
     return tuple(flats)
 
@@ -204,14 +237,13 @@ def _flats_of(
 @lru_cache(maxsize=1024)
 def _groups_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None, in_units: bool
-) -> list[tuple[tuple[Named, ...], tuple[int, ...], int]]:
-    """Of each flat of a rank its tensors, the elements of each, and of all."""
+) -> list[tuple[tuple[Named, ...], tuple[int, ...]]]:
+    """Of each flat of a rank its tensors, and the elements of each."""
     trained, groups = _tensors_of(config, layout, pp_rank, tp_rank, lora), []
     for stage in placed_by(layout).stages_of_rank(pp_rank):
-        mine = [one for one in trained if one.stage == stage]
-        groups += units_of(mine) if in_units else buckets_of(mine, itemsize)
-    sizes = [tuple(one.numel for one in group) for group in groups]
-    return [(tuple(group), own, sum(own)) for group, own in zip(groups, sizes, strict=True)]
+        of_stage = [one for one in trained if one.stage == stage]
+        groups += units_of(of_stage) if in_units else buckets_of(of_stage, itemsize)
+    return [(tuple(group), tuple(one.numel for one in group)) for group in groups]
 
 
 def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
@@ -232,3 +264,19 @@ def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCK
             closed.append(filling.pop(one.kind))
             del reached[one.kind]
     return closed + list(filling.values())
+
+
+@checked
+def layer_units(config: ModelConfig) -> list[int]:
+    """Stage 3's units, in elements: embedding, each block, final norm with head (a tied head is the embedding's)."""
+    require_dense(config, "layer_units")
+    return [sum(one.numel for one in unit) for unit in units_of(tensors_of(config, Layout()))]
+
+
+@checked
+def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = BUCKET_BYTES) -> list[int]:
+    """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
+    require_dense(config, "bucket_units")
+    return [
+        sum(one.numel for one in bucket) for bucket in buckets_of(tensors_of(config, Layout()), itemsize, bucket_bytes)
+    ]

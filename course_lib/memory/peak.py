@@ -5,9 +5,8 @@
     end of a backward           one micro-batch less; the gradients of all parameters
     update                      no activations; all gradients; FP32 copies of a tensor
 
-Parameters and optimizer are there all the time; ZeRO-3 puts two whole units together besides. In flight are the
-micro-batches whose backward has not gone through a stage: the schedule's list says how many. What one of them saves is
-in activations.py, what a backward makes besides in backward.py.
+What one micro-batch saves is in activations.py, what its backward makes besides in backward.py; the schedule's list
+says how many are in flight.
 """
 
 from __future__ import annotations
@@ -22,20 +21,18 @@ from typing import NamedTuple
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part
 from course_lib.memory.backward import Gradients, Stage
-from course_lib.memory.flats import different_terms_over_tp, schedule_of
+from course_lib.memory.flats import schedule_of
 from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import wire_grad_bytes
 from course_lib.schedules.messages import steps_of_rank
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
-_STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
 
 
 class Instant(NamedTuple):
     """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
 
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    done      stages whose gradients are there, because a backward has gone through; `begun` its first part
+    begun     stages through whose first part of a backward it went; `done` those whose gradients are all there
     messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
     """
 
@@ -47,7 +44,7 @@ class Instant(NamedTuple):
     done: frozenset[int]
     messages: int
 
-    def holds_no_more_than(self, other: Instant) -> bool:
+    def is_within(self, other: Instant) -> bool:
         """Whether less, or as much, is there beside its own micro-batch: a message is less than what one saved."""
         totals = [one.saved.total() + one.waiting.total() + one.messages for one in (self, other)]
         return self.saved <= other.saved and self.waiting <= other.waiting and totals[0] <= totals[1]
@@ -58,7 +55,7 @@ def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 
     More than two micro-batches for each stage change nothing, unless all forwards come first.
     """
-    few = _STEADY * layout.num_stages if layout.schedule != "afab" else layout.micro_batches
+    few = 2 * layout.num_stages if layout.schedule != "afab" else layout.micro_batches
     return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
 
 
@@ -76,8 +73,8 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
         messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
         now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
         like = found.setdefault((op, stage, now.begun, now.done), [])
-        if not any(now.holds_no_more_than(one) for one in like):
-            like[:] = [*(one for one in like if not one.holds_no_more_than(now)), now]
+        if not any(now.is_within(one) for one in like):
+            like[:] = [*(one for one in like if not one.is_within(now)), now]
         saved[stage] += op == "F"
         waiting[stage] += op == "I"
         if op != "F":
@@ -107,12 +104,9 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
     message   bytes of what goes from stage to stage
     """
     for now in instants(layout, pp_rank):
-        if now.op == "F" and not stages[now.stage][0].forward:
-            continue
         held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
-            made = gradients.at_once if one in now.begun else 0
-            made = gradients.held if one in now.done else made
+            made = gradients.early * (one in now.begun) + gradients.held * (one in now.done)
             saved = now.saved[one]
             activations = saved * stage.activations + now.waiting[one] * stage.waiting
             held = held.plus(Held(made, activations, saved * stage.logits))
@@ -120,33 +114,20 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
             yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
 
 
-def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator:
+def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
-    if now.op == "F":
-        one = stage.forward
-        yield one.name, Held(activations=one.activations, logits=one.logits, temporary=one.work)
-        return
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
-        left, before = stage.waiting, gradients.at_once
-        for unit, products in gradients.products.items():
-            for there, original in products:
-                yield f"product of {unit}", Held(is_first * (before - gradients.at_once), left, temporary=original)
-                left, before = left - stage.waits.get(unit, 0) // len(products), there
-                yield f"gradient of {unit}", Held(is_first * (there - gradients.at_once), left, temporary=original)
+        made, product = is_first * (gradients.held - gradients.early), gradients.product
+        yield "first product", Held(activations=stage.waiting, temporary=product)
+        yield "last product", Held(made, temporary=product)
         return
-    for one in stage.moments:
-        unit, matrix = one.where
-        at = gradients.arrived(unit, matrix, one.copied > 0)
-        made = at.there if now.op == "B" else at.at_once
-        held = Held(
-            gradients=is_first * (now.stage not in now.begun) * made,
-            activations=one.activations,
-            logits=one.logits,
-            temporary=one.work + one.copied + at.leaving,
-            gathered=gradients.whole.get(unit.partition(":")[0], 0),
-        )
-        yield one.name, held
+    for one in stage.forward if now.op == "F" else stage.moments:
+        there, early, leaving = gradients.after(one.unit, one.after)
+        made = early * (now.stage not in now.begun) if now.op == "I" else there
+        work = one.work + leaving + one.copied * (gradients.copied or not is_first)
+        gathered = gradients.whole.get(one.unit, 0)
+        yield one.name, Held(is_first * made, one.activations, one.logits, work, gathered)
 
 
 def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
@@ -160,18 +141,12 @@ def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
 # ---- the update
 
 
-def after_backward(part: Part, sizes: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of each moment beside states: sums beyond data's, norms for clipping, AdamW's work space.
+def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of each moment beside states: norms for clipping, AdamW's work space.
 
-    sizes   (kind, elements) of the rank's trained tensors, or of its shards of flats
+    numels   elements of the rank's trained tensors, or of its shards of flats
     """
-    run, layout, recipe = part.run, part.run.layout, recipe_of(part.run.recipe)
-    numels = [numel for _, numel in sizes]
-    largest = max(numels, default=0)
-    together = [different_terms_over_tp(layout) if layout.tp > 1 else (), ("kv",), ("tied",)]  # as parallel/sums.py
-    if layout.dp_replicate > 1:
-        together += [("experts",), ("matrices", "norms", "head_norms", "kv", "tied")]
-    yield "sums", wire_grad_bytes(recipe) * max(sum(n for kind, n in sizes if kind in kinds) for kinds in together)
+    run, recipe, largest = part.run, recipe_of(part.run.recipe), max(numels, default=0)
     # in FP32, and squares; one process asks torch for its norms
     yield "clipping", FP32 * largest * ((recipe.grad_bytes < FP32) + (run.layout.world_size > 1))
     if run.optimizer != "adamw" or run.offload.optimizer != "device":

@@ -1,16 +1,7 @@
 """What a rank runs: a narrower model over tp, fewer tokens over cp.
 
-A rank of tensor parallelism runs a narrower model: heads N / t and K / t (at least one), MLP and experts F / t,
-vocabulary V / t; the width D of the residual stream stays, and with it norms, routers and the biases of row-parallel
-matrices. So every formula of this folder works on `narrow(config, tp)` as it is. Sequence parallelism splits tokens
-only where tensor parallelism computes nothing, context parallelism everywhere. A rank holds, of what one GPU would:
-
-                                     TP       TP + SP   and gathered again   CP
-    residual stream, norms, dropout  1        1 / t     1 / t                1 / c
-    inputs of q, k, v, of the MLP    1        1         1 / t                1 / c
-    inside of attention and MLP      1 / t    1 / t     1 / t                1 / c
-    logits                           1 / t    1 / t     1 / t                1 / c
-    parameters, their states         1 / t    1 / t     1 / t                1
+A rank of tensor parallelism has heads N / t and K / t (at least one), MLP and experts F / t, vocabulary V / t; the
+width D of the residual stream stays. So every formula of this folder works on `narrow(config, tp)` as it is.
 """
 
 from __future__ import annotations
@@ -24,14 +15,10 @@ from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.layout.sequence_sharding import check_context
 from course_lib.memory.states import parameter_shapes
 
-_REPLICATED = ("positions", "token_type", "moe.router")
-
 
 @lru_cache(maxsize=256)
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
-    """The model that one rank of tensor parallelism runs.
-
-    Where d_ff or the vocabulary does not divide, the last ranks are narrower still; rank 0 is always a widest one.
+    """The model that one rank of tensor parallelism runs; where d_ff or V does not divide, the last are narrower.
 
     Raises   ValueError if heads do not divide, or a rank would be left without a row
     """
@@ -56,7 +43,7 @@ def whole_parameters(config: ModelConfig) -> int:
 
 def is_replicated(name: str) -> bool:
     """Whether every rank of tp has all of a parameter: norms, biases after a sum, and what is too narrow to cut."""
-    return "norm" in name or name.endswith(("o.bias", "down.bias", "q_down", "kv_down")) or name in _REPLICATED
+    return "norm" in name or name.endswith(("o.bias", "down.bias", "_down", "positions", "token_type", "router"))
 
 
 def tokens_of_rank(seq_len: int, cp: int, sequence_sharding: str = "contiguous") -> int:
@@ -79,8 +66,5 @@ def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, 
 def boundary_bytes(
     config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1, tp_rank: int = 0
 ) -> int:
-    """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
-
-    tp   divides it where sequence parallelism cuts the residual stream; without, every tp rank sends all of it
-    """
+    """What crosses from stage to stage for each micro-batch, and back: B S D numbers, cut by sequence parallelism."""
     return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize

@@ -1,7 +1,6 @@
 """A training run as one frozen record: which model, how it lies on its ranks, and in which numbers it computes.
 
     run = Run(preset("llama-3.1-8b"), Layout.parse("dp=8,zero_stage=1"), seq_len=8192)
-    memory.budget.budgets(run)      # how much memory each rank of the pipeline needs
 
 Every formula of the package takes this record. It is checked when it is made, so no formula checks it again.
 """
@@ -32,10 +31,9 @@ class Run:
     offload     which states wait outside the device, and whether activations do
     loss_chunks head and loss go over the tokens in so many parts
     fp8         products of blocks in FP8: their inputs are saved as the engine has them
-    operators   recomputation of operators: outputs of attention and of every second product are kept, all else is made
-                again
+    operators   recomputation of operators: outputs of attention and of every second product are kept
 
-    The last three are other engines' (course_lib/engines.py): the course's own programs have none of them.
+    The last two are other engines' (course_lib/engines.py).
 
     Raises   TypeError if config or layout are no such records, ValueError for what does not fit together
     """
@@ -56,21 +54,30 @@ class Run:
 
     def __post_init__(self):
         check_fields(self)
-        _check_layout(self)
-        layout, zero, place, how = self.layout, self.layout.zero_stage, self.offload.parameters, self.layout.recompute
-        if self.lora is not None:
-            lora_shapes(self.config, self.lora)
-            _check_undivided(self, "the engines do not cut adapters")
+        config, layout, zero = self.config, self.layout, self.layout.zero_stage
+        place, is_encoder = self.offload.parameters, self.config.family == "xlmr"
         if self.operators:
-            require_dense(self.config, "recomputation of operators")
+            require_dense(config, "recomputation of operators")
+        if not is_encoder:
+            layout.check_model(config, self.seq_len)
+        if self.lora is not None:
+            lora_shapes(config, self.lora)
+        for axis in ("cp", "tp", "pp", "ep") if is_encoder or self.lora else ():
+            what = f"{config.name} is of the xlmr family, which no engine cuts"
+            why = what if is_encoder else "the engines do not cut adapters"
+            if (size := getattr(layout, axis)) > 1:
+                raise ValueError(f"{why}, but {axis} is {size}; choose {axis} 1")
         refused = {
+            f"seq_len ({self.seq_len}) exceeds the positions of {config.name}; choose at most "
+            f"{config.max_seq_len}": is_encoder and self.seq_len > config.max_seq_len,
             f"attention is {self.attention!r}, but cp is {layout.cp}: blocks that arrive one by one are merged, no "
             "score matrix is kept; choose fused": layout.cp > 1 and self.attention != "fused",
             f"optimizer 'adafactor' keeps sums of a matrix's rows and columns, which the flat shards of zero ({zero}) "
             f"cut apart; choose zero_stage 0, or another of {', '.join(OPTIMIZERS)}": self.optimizer == "adafactor"
             and zero,
             f"the engines do not shard adapters, but zero_stage is {zero}; choose zero_stage 0": self.lora and zero,
-            f"operators are recomputed, and recompute is {how!r}; choose none": self.operators and how != "none",
+            f"operators are recomputed, and recompute is {layout.recompute!r}; choose none": self.operators
+            and layout.recompute != "none",
             f"offload.parameters is {place!r}, but zero_stage is {zero}; choose zero_stage 3": place != "device"
             and zero != 3,
         }
@@ -82,19 +89,3 @@ class Run:
     def implementation(self) -> str:
         """How AdamW goes over its tensors: as asked for, or as torch chooses on that device."""
         return self.optimizer_implementation or ("foreach" if self.device == "cuda" else "for-loop")
-
-
-def _check_layout(run: Run) -> None:
-    """An encoder has a budget, but no engine cuts it: then only its data can be divided."""
-    config = run.config
-    if config.family != "xlmr":
-        return run.layout.check_model(config, run.seq_len)
-    _check_undivided(run, f"{config.name} is of the xlmr family, which no engine cuts")
-    if run.seq_len > (most := config.max_seq_len):
-        raise ValueError(f"seq_len ({run.seq_len}) exceeds the positions of {config.name}; choose at most {most}")
-
-
-def _check_undivided(run: Run, why: str) -> None:
-    for axis in ("cp", "tp", "pp", "ep"):
-        if (size := getattr(run.layout, axis)) > 1:
-            raise ValueError(f"{why}, but {axis} is {size}; choose {axis} 1")

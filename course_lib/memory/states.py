@@ -1,7 +1,4 @@
-"""Bytes that do not depend on the batch: parameters, gradients, optimizer states.
-
-Everything follows from one table, `parameter_shapes(config)`: every tensor with its shape and how often it occurs.
-"""
+"""Bytes that do not depend on the batch: parameters, gradients, optimizer states, all from `parameter_shapes`."""
 
 from __future__ import annotations
 
@@ -61,10 +58,8 @@ def block_shapes(config: ModelConfig, has_experts: bool = False) -> Shapes:
     parts = {"mlp": (config.d_ff, 1)}
     if has_experts:
         found["moe.router"] = (moe.num_experts, D), 1
-        parts = {
-            "moe.experts": (moe.d_expert, moe.num_experts),
-            "moe.shared": (moe.num_shared_experts * moe.d_expert, 1),
-        }
+        shared = moe.num_shared_experts * moe.d_expert
+        parts = {"moe.experts": (moe.d_expert, moe.num_experts), "moe.shared": (shared, 1)}
     for part, (width, copies) in parts.items():
         for name in ("gate", "up", "down")[not llama :] if width else ():
             found[f"{part}.{name}"] = ((D, width) if name == "down" else (width, D)), copies
@@ -84,15 +79,11 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: all but the experts that it did not choose. Without experts, all.
-
-    The embedding counts whole, as published figures count it: 12.9 billion of Mixtral 8x7B's 46.7.
-    """
+    """Count the parameters that one token uses: all but the experts that it did not choose; the embedding whole."""
     shapes = parameter_shapes(config)
     experts = _count({name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")})
-    return _count(shapes) - (
-        experts // config.moe.num_experts * (config.moe.num_experts - config.moe.top_k) if experts else 0
-    )
+    left_out = experts - experts * config.moe.top_k // config.moe.num_experts if experts else 0
+    return _count(shapes) - left_out
 
 
 def dense_twin(config: ModelConfig) -> ModelConfig:
@@ -106,18 +97,6 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
             "a twin of equal blocks needs first_dense_layers=0"
         )
     return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
-
-
-def rule_of_thumb_parameters(config: ModelConfig) -> int:
-    """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
-
-    For GPT it leaves out the position table alone. It misses Llama three times: k and v are narrower (GQA), the MLP has
-    three matrices of another width, and the head is not tied.
-
-    Source   Ultra-Scale Playbook, "Memory for weights/grads/optimizer states"; Narayanan et al. 2021 (arXiv:2104.04473)
-    """
-    h = config.d_model
-    return h * config.vocab_size + config.num_layers * (12 * h * h + 13 * h) + 2 * h
 
 
 @dataclass(frozen=True)
@@ -154,9 +133,10 @@ OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "sgd-momentum", "sgd")
 
 def recipe_of(recipe: Recipe | str) -> Recipe:
     """Look a recipe up by its name, ValueError if it is unknown; a Recipe passes through."""
-    if not isinstance(recipe, Recipe):
-        one_of("recipe", recipe, tuple(RECIPES))
-    return recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
+    if isinstance(recipe, Recipe):
+        return recipe
+    one_of("recipe", recipe, tuple(RECIPES))
+    return RECIPES[recipe]
 
 
 @dataclass(frozen=True)
@@ -175,10 +155,9 @@ class StateBytes(Checked):
 
 @dataclass(frozen=True)
 class LoRA(Checked):
-    """Low-rank adapters of one rank on the named matrices (ends of names in `parameter_shapes`, such as "q" and "v").
+    """Low-rank adapters on the named matrices; with four_bits (QLoRA) the frozen ones of blocks are stored in 4 bits.
 
-    four_bits   QLoRA: the frozen matrices of the blocks are stored in 4 bits, and one of them is dequantized at a time
-    Source      Hu et al. 2021 (arXiv:2106.09685); Dettmers et al. 2023 (arXiv:2305.14314)
+    Source   Hu et al. 2021 (arXiv:2106.09685); Dettmers et al. 2023 (arXiv:2305.14314)
     """
 
     rank: Size
@@ -187,7 +166,6 @@ class LoRA(Checked):
 
 
 _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
-NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
 
 
 def _linear(shapes: Shapes) -> Shapes:
@@ -204,15 +182,15 @@ def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
     return found
 
 
-def _four_bit_bytes(numel: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization."""
-    blocks = -(-numel // NF4_BLOCK)
-    return -(-numel // 2) + blocks + 4 * -(-blocks // SCALES_BLOCK)
-
-
 def quantized_shapes(config: ModelConfig) -> Shapes:
     """List the matrices that QLoRA stores in 4 bits: those of linear layers in the blocks."""
     return {name: entry for name, entry in _linear(parameter_shapes(config)).items() if "." in name}
+
+
+def _four_bit_bytes(numel: int) -> int:
+    """Bytes of a matrix in NF4 with double quantization: an 8-bit scale for 64 numbers, an FP32 one for 256 scales."""
+    blocks = -(-numel // 64)
+    return -(-numel // 2) + blocks + 4 * -(-blocks // 256)
 
 
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
@@ -237,13 +215,9 @@ def state_bytes(
     lora: LoRA | None = None,
     step_counters: bool = False,
 ) -> StateBytes:
-    """Predict the bytes of parameters, gradients and optimizer states.
+    """Predict the bytes of parameters, gradients and optimizer states; with `lora` the adapters alone have all three.
 
-    Gradients count in full: under accumulation they are there all the time, else at the end of backward.
-    With `lora` the base stays resident, without gradient and optimizer state; the adapters have all three.
-
-    Bytes    N * (param + grad + master + moments), moments by `optimizer`; `step_counters` adds torch's 4 bytes a
-             tensor, which lie in host memory even for a GPU; the course's MasterAdamW has none (`has_step_counters`)
+    Bytes    N * (param + grad + master + moments); `step_counters` adds torch's 4 bytes a tensor, in host memory
     Raises   ValueError if recipe or optimizer is unknown
     """
     recipe, base = recipe_of(recipe), parameter_shapes(config)
@@ -267,9 +241,8 @@ def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
 def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
     """Bytes of one tensor's moments.
 
-    8-bit Adam keeps two bytes a number, and an FP32 scale for each 256 numbers of each moment, as bitsandbytes does
-    since 0.44; tensors below 4096 numbers stay in FP32. Adafactor keeps no first moment, and of the second one number
-    a row and one a column.
+    8-bit Adam keeps an FP32 scale for each 256 numbers of each moment; tensors below 4096 numbers stay in FP32.
+    Adafactor keeps no first moment, and of the second one number a row and one a column.
 
     Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)
     """

@@ -2,14 +2,11 @@
 
 With P parameters, 2 bytes each for parameter and gradient, 12 for an FP32 master copy and Adam's two moments:
 
-    stage   holds a rank                     limit for many ranks    sends a step (one micro-batch)
-    0       2P + 2P + 12P                    16 P                    2 P    all-reduce of gradients
-    1       2P + 2P + 12P/dp                  4 P                    2 P    reduce-scatter, all-gather of parameters
-    2       2P + (2P + 12P)/dp                2 P                    2 P    the same, each bucket during backward
-    3       (2P + 2P + 12P)/dp                  0                    3 P    all-gather twice, reduce-scatter
-
-Real tensors are not divisible at will. They are laid end to end in units (buckets in stages 1 and 2; embedding, blocks
-and head in stage 3), and each unit is padded to a multiple of dp: `units` is the list of their sizes, in numbers.
+    stage   a rank holds             limit    sends a step (one micro-batch)
+    0       2P + 2P + 12P            16 P     2 P    all-reduce of gradients
+    1       2P + 2P + 12P/dp          4 P     2 P    reduce-scatter, all-gather of parameters
+    2       2P + (2P + 12P)/dp        2 P     2 P    the same, each bucket during backward
+    3       (2P + 2P + 12P)/dp          0     3 P    all-gather twice, reduce-scatter
 """
 
 from __future__ import annotations
@@ -20,39 +17,15 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Literal
 
-from course_lib.config import ModelConfig, require_dense
+from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, flats_of, padded, tensors_of, units_of
+from course_lib.memory.flats import flats_of, padded
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
-from course_lib.validate import Amount, Bytes, Size, checked, one_of, whole
+from course_lib.validate import Amount, Size, checked, one_of, whole
 
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 _ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
-_PLACES = ("device", "host", "disk")
-
-
-# ---- units
-
-
-@checked
-def layer_units(config: ModelConfig) -> list[int]:
-    """Stage 3's units, in elements: embedding, each block, final norm with head (a tied head is the embedding's)."""
-    return [sum(one.numel for one in unit) for unit in units_of(_tensors(config, "layer_units"))]
-
-
-@checked
-def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = BUCKET_BYTES) -> list[int]:
-    """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
-    buckets = buckets_of(_tensors(config, "bucket_units"), itemsize, bucket_bytes)
-    return [sum(one.numel for one in bucket) for bucket in buckets]
-
-
-def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
-    require_dense(config, what)
-    return tensors_of(config, Layout())
-
-
-# ---- bytes held
+_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
 @checked
@@ -63,10 +36,8 @@ def zero_state_bytes(
     recipe: Recipe | str = "bf16-master",
     optimizer: str = "adamw",
 ) -> StateBytes:
-    """Predict what each rank holds between two steps, by kind, padding included.
+    """Predict what each rank holds between two steps, by kind, of units of so many elements, padding included.
 
-    Bytes    a kind that is sharded: its bytes a number times the sum over units of ceil(unit / dp); a kind that is not:
-             times the sum of the units, padded from stage 1 on
     Raises   ValueError if stage, recipe or optimizer is unknown, or the optimizer cannot work on flat shards
     """
     recipe = recipe_of(recipe)
@@ -75,17 +46,11 @@ def zero_state_bytes(
             "optimizer 'adafactor' keeps sums of a matrix's rows and columns, which flat shards cut apart; "
             "choose adamw, adamw-8bit, sgd-momentum, sgd"
         )
-    shards = [padded(unit, dp_size) // dp_size for unit in units]
     whole = [padded(unit, dp_size) for unit in units] if stage else list(units)
-    held = {kind: shards if stage >= first else whole for kind, first in _SHARDED_FROM_STAGE.items()}
-    return StateBytes(
-        parameters=recipe.param_bytes * sum(held["parameters"]),
-        gradients=recipe.grad_bytes * sum(held["gradients"]),
-        optimizer=sum(recipe.master_bytes * n + moments_bytes((n,), recipe, optimizer) for n in held["optimizer"]),
-    )
-
-
-_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    shards = [padded(unit, dp_size) // dp_size for unit in units]
+    parameters, gradients, states = (shards if stage >= first else whole for first in _SHARDED_FROM_STAGE.values())
+    optimizer_bytes = sum(recipe.master_bytes * n + moments_bytes((n,), recipe, optimizer) for n in states)
+    return StateBytes(recipe.param_bytes * sum(parameters), recipe.grad_bytes * sum(gradients), optimizer_bytes)
 
 
 def wire_grad_bytes(recipe: Recipe) -> int:
@@ -111,12 +76,8 @@ def five_d_states(
     total = Counter()
     for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
         one = zero_state_bytes(sizes, zero, ranks, recipe, optimizer)
-        counters = 4 * len(sizes) * (step_counters and zero == 0)
-        total.update(
-            parameters=count * one.parameters,
-            gradients=count * one.gradients,
-            optimizer=count * (one.optimizer + counters),
-        )
+        total.update({kind: count * size for kind, size in vars(one).items()})
+        total["optimizer"] += count * 4 * len(sizes) * (step_counters and zero == 0)
     return StateBytes(*(total[kind] for kind in _SHARDED_FROM_STAGE))
 
 
@@ -134,8 +95,8 @@ def zero_bytes_per_parameter(
     """
     recipe = recipe_of(recipe)
     optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
-    kinds = {"parameters": recipe.param_bytes, "gradients": recipe.grad_bytes, "optimizer": optimizer}
-    return sum(size / dp_size if stage >= _SHARDED_FROM_STAGE[kind] else size for kind, size in kinds.items())
+    kinds = zip((recipe.param_bytes, recipe.grad_bytes, optimizer), _SHARDED_FROM_STAGE.values(), strict=True)
+    return sum(size / dp_size if stage >= first else size for size, first in kinds)
 
 
 @checked
@@ -161,12 +122,12 @@ class Offload:
 
     def __post_init__(self) -> None:
         for field, place in vars(self).items():
-            one_of(field, place, _PLACES)
+            one_of(field, place, ("device", "host", "disk"))
 
 
 def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     """Add up a rank's states by where they wait between steps; gradients stay on the device."""
-    places = dict.fromkeys(_PLACES, 0) | {"device": states.gradients}
+    places = {"device": states.gradients, "host": 0, "disk": 0}
     places[offload.optimizer] += states.optimizer
     places[offload.parameters] += states.parameters
     return places

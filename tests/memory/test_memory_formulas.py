@@ -15,8 +15,6 @@ from course_lib.memory.budget import budget, budgets, fits
 from course_lib.memory.papers import (
     korthikanti_bytes,
     korthikanti_layer_bytes,
-    korthikanti_output_bytes,
-    megatron_activation_bytes,
     selective_flops_share,
 )
 from course_lib.memory.states import (
@@ -25,7 +23,6 @@ from course_lib.memory.states import (
     count_parameters,
     lora_parameters,
     parameter_shapes,
-    rule_of_thumb_parameters,
     state_bytes,
 )
 from course_lib.model import build
@@ -49,15 +46,6 @@ def test_parameters_and_tensors_are_counted_as_the_built_model_has_them(name):
     parameters = list(build(preset(name), device="meta").parameters())
     assert count_parameters(preset(name)) == sum(p.numel() for p in parameters)
     assert sum(copies for _, copies in parameter_shapes(preset(name)).values()) == len(parameters)
-
-
-def test_C021_the_well_known_formula_fits_gpt_and_misses_llama():
-    assert round(rule_of_thumb_parameters(GPT3) / 1e9, 1) == 174.6
-    counts = [round(rule_of_thumb_parameters(c) / 1e9, d) for c, d in ((LLAMA_8B, 2), (LLAMA_70B, 1), (LLAMA_405B, 1))]
-    assert counts == [6.97, 65.5, 408.0]
-    for name in ("gpt2", "gpt2-xl", "gpt3-175b"):  # exact but for the position table
-        config = preset(name)
-        assert count_parameters(config) - rule_of_thumb_parameters(config) == config.max_seq_len * config.d_model
 
 
 def test_optimizers_rank_by_their_states():
@@ -94,13 +82,6 @@ def test_zero_paper_s_activation_example():
     assert round(korthikanti_bytes(xl, 32, 1024) / GB) == 287  # with the scores, which the paper left out
     one_checkpoint_a_layer = 2 * 1024 * 32 * 8192 * 125  # 100B parameters: 125 layers of width 8192
     assert round(one_checkpoint_a_layer / GIB / 2, 0) == 31  # 33 GB
-
-
-def test_megatron_s_estimator_is_korthikanti_s_for_an_mlp_of_four_h():
-    sbh = 2048 * GPT3.d_model
-    whole = megatron_activation_bytes(GPT3, 1, 2048)
-    assert whole == GPT3.num_layers * 34 * sbh + sbh + 8 * 2048 + korthikanti_output_bytes(GPT3, 1, 2048)
-    assert korthikanti_output_bytes(GPT3, 1, 2048) == 4 * sbh * (1 + GPT3.vocab_size / GPT3.d_model)
 
 
 # ---- activations of the course's models

@@ -11,10 +11,9 @@ from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets
-from course_lib.memory.flats import flats_of
-from course_lib.memory.papers import megatron_activation_bytes
+from course_lib.memory.flats import bucket_units, flats_of, layer_units
 from course_lib.memory.states import active_parameters, count_parameters, dense_twin, parameter_shapes, state_bytes
-from course_lib.memory.zero import bucket_units, five_d_states, layer_units
+from course_lib.memory.zero import five_d_states
 from course_lib.model import build, with_moe
 from course_lib.run import Run
 
@@ -169,7 +168,6 @@ def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
         lambda c: bucket_units(c),
         lambda c: layer_units(c),
         lambda c: scale_down(c),
-        lambda c: megatron_activation_bytes(c, 1, 64),
         lambda c: timing.layer_matmul_parameters(c),
     ],
 )

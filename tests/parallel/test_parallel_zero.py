@@ -15,7 +15,7 @@ from course_lib import model
 from course_lib.config import PRESETS, ModelConfig
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.memory.zero import layer_units
+from course_lib.memory.flats import layer_units
 from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
 from course_lib.training import data, loss_of

@@ -6,7 +6,7 @@ from course_lib.config import ModelConfig, preset
 from course_lib.flops import stage_flops, step_flops
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout, even_layers
-from course_lib.memory.stages import balanced_layers
+from course_lib.memory.flats import balanced_layers
 from course_lib.run import Run
 from course_lib.schedules import one_f_one_b, simulate
 from course_lib.timing import stage_costs

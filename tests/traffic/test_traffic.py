@@ -4,7 +4,7 @@ import pytest
 
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
-from course_lib.memory.zero import layer_units
+from course_lib.memory.flats import layer_units
 from course_lib.run import Run
 from course_lib.traffic import attention_calls, by_collective, call_counts, calls, ring_all_reduce_bytes, sent_bytes
 from course_lib.traffic.data import flat_calls

@@ -11,8 +11,8 @@ from course_lib.comm import all_reduce
 from course_lib.compare import trials
 from course_lib.compare.record import Record
 from course_lib.measure import ByteMeter
+from course_lib.memory.flats import layer_units
 from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import layer_units
 from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 from course_lib.model import build
