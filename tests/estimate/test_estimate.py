@@ -177,6 +177,7 @@ def test_a_network_widens_the_bar_of_memory_only_for_the_engine_that_was_measure
         assert (there.memory != here.memory) == (name == "nanotron")
 
 
+@pytest.mark.slow
 def test_no_published_run_is_said_not_to_fit():
     wrong = [(one.source, one.run.layout) for one in errors.read_published() if one.estimate().room == "does not fit"]
     assert not wrong

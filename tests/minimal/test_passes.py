@@ -110,6 +110,7 @@ NORMS, PRODUCT = 2 * PASS_CONFIG.d_model + 2, 2 * PASS_CONFIG.d_ff  # elements a
 FREED = [(recompute_norms, NORMS), (recompute_products, PRODUCT), (cheap_operators, NORMS + PRODUCT)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change, elements", FREED)
 def test_recomputed_cheap_operators_keep_their_inputs_and_repeat_no_product(change, elements):
     plain, cheap = OnePass(attention="fused"), OnePass(change, attention="fused")

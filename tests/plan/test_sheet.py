@@ -50,6 +50,7 @@ def test_experts_have_a_row_and_dense_models_none():
     assert [row.estimate.layout.ep for row in experts.rows("09") if row.chapter == "09"] == [8]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_planner_s_row_says_so_and_there_is_no_plan():
     too_large = Sheet("big", Choice(model="llama-3.1-405b", gpus=8))
     assert "fits 85.0 GB" in too_large.rows("10")[-1].line()

@@ -48,6 +48,7 @@ def test_it_says_words_of_english(base):
     assert len({"the", "a", "of", "to", "is", "in", "and"} & set(words)) >= 2
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_same_model(base):
     from transformers import LlamaForCausalLM
 
