@@ -31,7 +31,7 @@ _ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
 _NAMED = re.compile(r"(\s*(?:\w+:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_ring: ...", "rank 1 ..."
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
-_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # how words that end so are read: with a final consonant
+_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # what is read with a final consonant
 
 
 @cache

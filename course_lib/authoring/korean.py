@@ -32,12 +32,12 @@ from course_lib.web.page import said_by_page
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
-WORDS = (
-    "Right Wrong wrong said verdict fits tight Fits Received Predicted compute right ambiguous activations parameters "
-    "gradients calls rounds messages slots bytes kept layer failed: nothing calculation"
-).split()
-WORDS += ["above {0}", "below {0}", "above {0} and at most {1}", "above {0} and below {1}", "at least {0} and at most {1}"]
-WORDS += ["(inside {0})", "(inside {0} of {1})"]
+_SINGLE = (  # said alone, or around values alone
+    "Right|Wrong|wrong|said|verdict|fits|tight|Fits|Received|Predicted|compute|right|ambiguous|activations|parameters|"
+    "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|(inside {0})|"
+    "above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})"
+)
+WORDS = _SINGLE.split("|")
 THEME = ("On this page", "Back to top", "Search")  # of the site
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
@@ -45,6 +45,7 @@ _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # an
 SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"']+)[\"']\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
+_NAMES = re.compile(r"(?=.*_)[a-z_ ]+|send isend|.*\|.*\|.*")  # lists of them
 _VALUE = re.compile(r"\{([a-z_][^{}]*)?\}")
 _CODE = re.compile(
     r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|^svg\."
@@ -140,8 +141,6 @@ class _Texts(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if getattr(node.func, "attr", "") == "split" and isinstance(node.func.value, ast.Constant):  # a list of names
-            return
         is_panel = getattr(node.func, "id", "") in ("Control", "Panel")
         self.labels += is_panel
         self.generic_visit(node)
@@ -162,7 +161,11 @@ class _Texts(ast.NodeVisitor):
         words = len(_WORD.findall(text))
         words = 0 if words < 2 and "}{" in text else words  # of a picture's or a table's numbers
         is_sentence = words > 1 or " is {1}" in text
-        if not _CODE.search(text) and ((is_sentence and " " in text.strip()) or (words and self.labels)):
+        if (
+            not _CODE.search(text)
+            and not _NAMES.fullmatch(text)
+            and ((is_sentence and " " in text.strip()) or (words and self.labels))
+        ):
             self.found.append(text.strip())
 
 
