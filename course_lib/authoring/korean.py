@@ -34,8 +34,8 @@ FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here 
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
 _SINGLE = (  # said alone, or around values alone
     "Right|Wrong|wrong|said|verdict|fits|tight|Fits|Received|Predicted|compute|right|ambiguous|activations|parameters|"
-    "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|(inside {0})|"
-    "above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})"
+    "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|"
+    "(inside {0})|above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})"
 )
 WORDS = _SINGLE.split("|")
 THEME = ("On this page", "Back to top", "Search")  # of the site
@@ -45,7 +45,7 @@ _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # an
 SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"']+)[\"']\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
-_NAMES = re.compile(r"(?=.*_)[a-z_ ]+|send isend|.*\|.*\|.*")  # lists of them
+_NAMES = re.compile(r"(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+")  # of collectives
 _VALUE = re.compile(r"\{([a-z_][^{}]*)?\}")
 _CODE = re.compile(
     r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|^svg\."
