@@ -56,7 +56,7 @@ NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=900 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab page site slides wheel cheat-sheet test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes korean korean-status check address \
-        edit size rest nightly setup-newer quick-newer test-solutions test-in-depth test-exhaustive test-programs test-faults test-colab test-newest test-jupyterhub test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-programs test-faults test-colab test-newest test-jupyterhub test-gpu gpu-day gpu-day-wheels test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-kernels test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -89,11 +89,8 @@ test: setup  ## lint, the tests that find bugs of the core, every lesson under s
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)"
 
-test-solutions: setup  ## every solution, under strict nbval
-	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(wildcard solutions/*.ipynb)"
-
-test-in-depth: setup  ## the notebooks in depth, under strict nbval
-	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(wildcard notebooks/*_in_depth.ipynb)"
+test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
 
 quick: setup  ## the tests that start no process and take less than a second each; under a minute
 	$(RUN) -m pytest -m "not launches and not slow and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)

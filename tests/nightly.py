@@ -29,7 +29,6 @@ def _lib(*names: str) -> tuple[str, ...]:
 
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
-    "test-in-depth": (PACKAGE, NOTEBOOKS),
     "test-programs": ("tests", *_lib("authoring", "cli", "cluster", "labs", "launch", "train")),
     "test-fake-gpu": (*_lib("parallel", "train", "kernels", "devices.py"), NOTEBOOKS, "tests/fake_gpu", "tests/gpu"),
     "test-processors": (NOTEBOOKS,),
