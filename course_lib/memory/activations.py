@@ -20,7 +20,6 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.flats import placed_by
 from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
 from course_lib.memory.states import Recipe, block_shapes, recipe_of
@@ -101,7 +100,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts =
         softmax=recipe.param_bytes if run.device == "cuda" else e,
         in_layers=run.lora is None or set(run.lora.targets) != {"head"},
         is_away=run.offload.activations != "device",
-        split=placed_by(layout).splits_backward,
+        split=layout.splits_backward,
     )  # fmt: skip
 
 

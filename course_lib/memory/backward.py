@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
-from course_lib.memory.flats import Flat, Named, layers_of, placed_by
+from course_lib.memory.flats import Flat, Named, layers_of
 from course_lib.memory.states import Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
@@ -246,7 +246,7 @@ def gradients_of(
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     time = {one.name: index for index, one in enumerate(reversed(tensors))}
     # a split backward makes gradients that are of no product in its first part
-    of_no_product = {name for name in time if _is_of_no_product(name)} if placed_by(layout).splits_backward else set()
+    of_no_product = {name for name in time if _is_of_no_product(name)} if layout.splits_backward else set()
     there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
     shared = [flat for flat in flats if zero or flat.ranks > 1]
     groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]

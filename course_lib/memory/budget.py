@@ -18,7 +18,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
-from course_lib.memory.flats import flats_of, placed_by, tensors_of, with_any_batch
+from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
 from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
@@ -230,8 +230,8 @@ def _trained(
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
     is_tied = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
-    is_tied, found = is_tied and not placed_by(layout).splits_backward, {}
-    for stage in placed_by(layout).stages_of_rank(pp_rank):
+    is_tied, found = is_tied and not layout.splits_backward, {}
+    for stage in layout.stages_of_rank(pp_rank):
         own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
         found[stage] = gradients_of(layout, recipe, *own, is_tied)
     if layout.zero_stage:

@@ -29,17 +29,13 @@ BUCKET_BYTES = 25 * 2**20
 schedule_of = lru_cache(maxsize=256)(make)
 
 
-def placed_by(layout: Layout) -> Schedule:
-    """The layout's pipeline with few micro-batches: for what asks where a stage is; without one it has one rank."""
-    return schedule_of(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
-
-
 # ---- stages
 
 
-def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
+@lru_cache(maxsize=1024)
+def layers_of(config: ModelConfig, layout: Layout) -> tuple[int, ...]:
     """How many layers each stage has."""
-    layers = list(layout.layers_of_stage or even_layers(config.num_layers, layout.num_stages))
+    layers = layout.layers_of_stage or tuple(even_layers(config.num_layers, layout.num_stages))
     check_layers(config, layers)
     return layers
 
@@ -120,7 +116,7 @@ def _cut_of(layout: Layout) -> Layout:
 def _tensors_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None
 ) -> tuple[Named, ...]:
-    stages, found, named = placed_by(layout).stages_of_rank(pp_rank), [], {}
+    stages, found, named = layout.stages_of_rank(pp_rank), [], {}
     for stage in stages:
         for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in stages).items():
             if id(shapes) not in named:  # names, elements and kinds, the same for equal layers
@@ -171,7 +167,7 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     """
     if name.startswith("moe.experts."):
         return "experts"
-    ends = {placed_by(layout).rank_of_stage[stage] for stage in (0, -1)}
+    ends = {layout.rank_of_stage[stage] for stage in (0, -1)}
     if name in ("embed", "head") and config.tied and len(ends) == 2:
         return "tied"
     if layout.tp > 1 and config.qk_norm and name in ("attention.q_norm", "attention.k_norm"):
@@ -240,7 +236,7 @@ def _groups_of(
 ) -> list[tuple[tuple[Named, ...], tuple[int, ...]]]:
     """Of each flat of a rank its tensors, and the elements of each."""
     trained, groups = _tensors_of(config, layout, pp_rank, tp_rank, lora), []
-    for stage in placed_by(layout).stages_of_rank(pp_rank):
+    for stage in layout.stages_of_rank(pp_rank):
         of_stage = [one for one in trained if one.stage == stage]
         groups += units_of(of_stage) if in_units else buckets_of(of_stage, itemsize)
     return [(tuple(group), tuple(one.numel for one in group)) for group in groups]

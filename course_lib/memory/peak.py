@@ -11,11 +11,10 @@ says how many are in flight.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import add
+from operator import add, le
 from typing import NamedTuple
 
 from course_lib.layout import Layout
@@ -34,36 +33,38 @@ class Instant(NamedTuple):
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
     begun     stages through whose first part of a backward it went; `done` those whose gradients are all there
     messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
+    counts    all of these together, and of each stage those that are saved and those that wait
     """
 
     op: str
     stage: int
-    saved: Counter
-    waiting: Counter
+    saved: dict[int, int]
+    waiting: dict[int, int]
     begun: frozenset[int]
     done: frozenset[int]
     messages: int
+    counts: tuple[int, ...]
 
     def is_within(self, other: Instant) -> bool:
         """Whether less, or as much, is there beside its own micro-batch: a message is less than what one saved."""
-        totals = [one.saved.total() + one.waiting.total() + one.messages for one in (self, other)]
-        return self.saved <= other.saved and self.waiting <= other.waiting and totals[0] <= totals[1]
+        return all(map(le, self.counts, other.counts))
 
 
 def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
     """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
 
-    More than two micro-batches for each stage change nothing, unless all forwards come first.
+    More than three micro-batches for each rank change nothing, unless all forwards come first.
     """
-    few = 2 * layout.num_stages if layout.schedule != "afab" else layout.micro_batches
+    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
     return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
 
 
 @lru_cache(maxsize=4096)
 def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    saved, waiting, begun, done, found = Counter(), Counter(), set(), set(), {}
-    posted, on_the_way = set(), set()
-    for step in steps_of_rank(schedule_of(schedule, pp, micro_batches, v), pp_rank):
+    made = schedule_of(schedule, pp, micro_batches, v)
+    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
+    begun, done, posted, on_the_way, found = set(), set(), set(), set(), {}
+    for step in steps_of_rank(made, pp_rank):
         op, _, stage = step.instruction
         posted |= {message for message, _ in step.post}
         posted.discard(step.needs)
@@ -71,8 +72,10 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
         saved[stage] -= op in "BI"
         waiting[stage] -= op == "W"
         messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
-        now = Instant(op, stage, +saved, +waiting, frozenset(begun - done), frozenset(done), messages)
-        like = found.setdefault((op, stage, now.begun, now.done), [])
+        counts = (*saved.values(), *waiting.values())
+        kind = op, stage, frozenset(begun - done), frozenset(done)
+        now = Instant(op, stage, dict(saved), dict(waiting), *kind[2:], messages, (sum(counts) + messages, *counts))
+        like = found.setdefault(kind, [])
         if not any(now.is_within(one) for one in like):
             like[:] = [*(one for one in like if not one.is_within(now)), now]
         saved[stage] += op == "F"
