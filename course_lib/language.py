@@ -26,7 +26,7 @@ _ENDS = (
     re.compile(r"(?<=,) +"),
 )  # of a part
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
-_VALUE = r"(?:(?![.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
+_VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
 _NAMED = re.compile(r"(\s*(?:\w+:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_ring: ...", "rank 1 ..."

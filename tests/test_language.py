@@ -15,6 +15,9 @@ ENTRIES = {
     "Bytes of a rank": "rank 하나의 바이트",
     "{0} of {1} ranks": "{1}개 rank 중 {0}개",
     "a block of {0}\nhas {1} elements": "블록 {0}\n원소 {1}개",
+    "rank {0} of {1}{2} {3}": "rank {1}개 중 rank {0}{2}: {3}",
+    "failed:": "실패했습니다:",
+    "had returned": "이미 반환했음",
 }
 
 
@@ -49,6 +52,14 @@ def _forget():
         ("Byte of a rank", "Byte of a rank"),  # other words than the catalogue's
         ("the fastest of all the ranks", "the fastest of all the ranks"),  # a value is no sentence
         ("12 GB", "12 GB"),
+        (
+            "rank 1 of 16 failed:",
+            "rank 16개 중 rank 1: 실패했습니다:",
+        ),  # of values side by side the second is not there
+        ("rank 1 of 16(b) failed:", "rank 16개 중 rank 1(b): 실패했습니다:"),
+        ("rank 0 had returned", "rank 0 이미 반환했음"),
+        ("loss  had returned  3 of 4 ranks", "loss  이미 반환했음  4개 rank 중 3개"),  # columns
+        ("rank 3 of 4 of them ended", "rank 3 of 4 of them ended"),  # "4 of them ended" is no number
     ],
 )
 def test_a_text_is_told_in_korean_with_its_values(english, korean):

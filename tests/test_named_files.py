@@ -17,6 +17,7 @@ NAMED = re.compile(r"(?<![\w/.*<{}\-])[\w./-]*\w\.(?:py|ipynb|md)\b(?!\.\w)")
 PLACEHOLDER = re.compile(r"NN|NAME")
 # Files of other programs, whose names stand where the course says what it has from them; and what the reader writes.
 FOREIGN = (
+    *("05-answers.md", "jupyterhub_config.py"),
     *("train.py", "lab05.md", "docs/performance.md", "parallelize_llama.py", "config/job_config.py"),
     *("config/parallelism_config.py", "parallelism_config.py", "models_config.py", "src/nanotron/helpers.py"),
     *("training/arguments.py", "transformer_config.py", "theoretical_memory_usage.py"),

@@ -35,7 +35,8 @@ NOT_TRANSLATED = "(This part is not translated yet, or its English text has chan
 _SINGLE = (  # said alone, or around values alone
     "Right|Wrong|wrong|said|verdict|fits|tight|Fits|Received|Predicted|compute|right|ambiguous|activations|parameters|"
     "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|"
-    "(inside {0})|above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})"
+    "(inside {0})|above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})|"
+    "rank {0} of {1} on {2} {3}"
 )
 WORDS = _SINGLE.split("|")
 THEME = ("On this page", "Back to top", "Search")  # of the site

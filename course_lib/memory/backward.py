@@ -187,7 +187,9 @@ def _core_work(part: Part) -> int:
 def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
     """The loss, the head's backward, and the final norm's."""
     rows, e, engine, D, V = part.rows, part.e, part.engine, part.local.d_model, part.local.vocab_size
-    of_norm = Moment("final norm", "end", "head", total, part.stream + _norm_work(part))
+    reads = part.local.family != "xlmr" and (part.run.lora is None or "head" in part.run.lora.targets)
+    left = max(0, total - part.entered * D * e * reads)  # without the head's input
+    of_norm = Moment("final norm", "end", "head", left, part.stream + _norm_work(part))
     if part.local.family == "xlmr":
         return [of_norm]
     numel, dx, tp = rows * V // part.run.loss_chunks, rows * D * e, part.run.layout.tp > 1
@@ -201,7 +203,7 @@ def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
     return [
         Moment("loss", "", "", total, loss, logits=logits),
         Moment("head", "end", "", total, dlogits + dx + product * e),
-        Moment("head's gradient", "end", "head", total - dx, dx, weight * part.r),
+        Moment("head's gradient", "end", "head", left, dx, weight * part.r),
         of_norm,
     ]
 
