@@ -36,7 +36,8 @@ _SINGLE = (  # said alone, or around values alone
     "Right|Wrong|wrong|said|verdict|fits|tight|Fits|Received|Predicted|compute|right|ambiguous|activations|parameters|"
     "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|"
     "(inside {0})|above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})|"
-    "rank {0} of {1} on {2} {3}"
+    "rank {0} of {1} on {2} {3}|a bucket {0}|a gradient {0}|only {0}|{0}, and {1}|a part|"
+    "Comes out:|Source:|runs|NO|, {0} bytes each|{0}, but tight"
 )
 WORDS = _SINGLE.split("|")
 THEME = ("On this page", "Back to top", "Search")  # of the site

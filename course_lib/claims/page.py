@@ -36,9 +36,9 @@ def as_lines(claim: Claim) -> str:
     parts = [
         told(claim.claim),
         _verdict_of(claim),
-        told(f"Comes out: {answer}."),
+        f"{told('Comes out:')} {told(answer)}.",
         say,
-        told(f"Source: {claim.source}."),
+        f"{told('Source:')} {told(claim.source)}.",
     ]
     said = [fill(part, 96, initial_indent="    ", subsequent_indent="      ") for part in parts if part]
     return "\n".join([f"{claim.id}  {claim.topic}{chapter}", *said])

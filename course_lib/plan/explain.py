@@ -27,10 +27,10 @@ def _fit(plan: Plan) -> list[str]:
     count, name = count_parameters(job.config), job.cluster.gpu.name
     states = state_bytes(job.config, recipe, job.optimizer, job.lora).total
     plain = job.lora is None and job.optimizer == "adamw"
-    each = f" of {recipe.bytes_per_param} bytes are" if plain else " need"
+    each = f", {recipe.bytes_per_param} bytes each" if plain else ""
     article = "an" if name[0] in "AEFHILMNORSX" else "a"  # names are spelled letter by letter: an H100
     lines = [
-        f"1. Fit. {count / 1e9:.2f} billion parameters{each} {states / GB:,.0f} GB of states; "
+        f"1. Fit. {count / 1e9:.2f} billion parameters{each}: {states / GB:,.0f} GB of states; "
         f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
     if layout.tp > 1:

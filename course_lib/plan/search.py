@@ -302,9 +302,9 @@ def _why(best: Estimate, option: Estimate) -> str:
         return f"does not fit: {option.memory_in_words}"
     share = option.step_s / best.step_s - 1
     if share < 0.0005:
-        tight = ", but tight" if option.room == "tight" else ""
         faster = f"{-share:.1%} faster" if share < -0.0005 else "as fast"
-        return f"{faster}{tight}: less than a model can tell, and the best is simpler"
+        speed = f"{faster}, but tight" if option.room == "tight" else faster
+        return f"{speed}: less than a model can tell, and the best is simpler"
     more = {part: seconds - best.seconds_by_part.get(part, 0) for part, seconds in option.seconds_by_part.items()}
     part = max(more, key=more.get)
     return f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"

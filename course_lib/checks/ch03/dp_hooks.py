@@ -76,7 +76,7 @@ def in_flight(works: list[WatchedWork]) -> int:
     return sum(not work.waited for work in works)
 
 
-WRITTEN = "was written between the start of its all-reduce and its wait(): divide before the start, or after the wait"
+WRITTEN = "was written between the start of its all-reduce and its wait(), so divide before the start or after the wait"
 
 
 class TiedModel(nn.Module):

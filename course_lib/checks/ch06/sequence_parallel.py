@@ -90,17 +90,17 @@ def _of_mode(answer, mode, recompute, t, scores):
 
 
 _SP = ("tp+sp", "regather")
-_CUT = "of TP's 10 + 24/t only the 10 is still to be divided: 24/t"
+_CUT = "of TP's 10 + 24/t only the 10 is still to be divided"
 WRONG_KEPT = {
     "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ("tp",)),
     "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept_if(
         lambda _, *case: _kept("regather", *case), ("tp+sp",)
     ),
     "here the inputs of columns are kept as shards": _kept_if(lambda _, *case: _kept("tp+sp", *case)),
-    f"{_CUT} is inside attention and MLP, cut already": _kept_if(
+    f"{_CUT}: 24/t is inside attention and MLP, cut already": _kept_if(
         lambda mode, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
     ),
-    f"{_CUT}, like the scores, is cut already": _kept_if(
+    f"{_CUT}: 24/t, like the scores, is cut already": _kept_if(
         lambda mode, recompute, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ("none",)
     ),
     "scores belong to heads, and heads are divided": _kept_if(

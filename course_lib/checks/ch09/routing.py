@@ -140,12 +140,13 @@ def _drawn_choice(rng, least, most):
 
 
 K, ORDER = "k is missing in the capacity", "first choices go before second ones"
+UP = "its rounding goes up"
 FORMULA = "; assignments count, k for each token: factor * k * T / E"
 _WRONG_KEEP = {
     f"only {K}{FORMULA}": {"k": 1},
-    f"{K}, and its rounding goes up{FORMULA}": {"k": 1, "room": math.floor},
+    f"{K}, and {UP}{FORMULA}": {"k": 1, "room": math.floor},
     f"{K}, and {ORDER}{FORMULA}": {"k": 1, "by_token": True},
-    f"{K}, its rounding goes up, and {ORDER}{FORMULA}": {"k": 1, "room": math.floor, "by_token": True},
+    f"{K}, {UP}, and {ORDER}{FORMULA}": {"k": 1, "room": math.floor, "by_token": True},
     "each expert takes one too many": {"room": lambda share: math.ceil(share) + 1},
     "the capacity is a whole number here, and stays what it is when rounded up": {
         "room": lambda share: math.floor(share) + 1
