@@ -116,9 +116,9 @@ def course_notebooks() -> dict[str, Path]:
     """The notebooks that come with the course, by their place in it: of a clone, or as the wheel installed them."""
     if (ROOT / "pyproject.toml").is_file():
         files = [path for root in (ROOT, ROOT / _KOREAN) for name in _FOLDERS for path in (root / name).glob("*.ipynb")]
-    else:
-        installed = importlib.metadata.files("course-lib") or []
-        files = [Path(path.locate()) for path in installed if path.suffix == ".ipynb"]
+        return {path.relative_to(ROOT).as_posix(): path for path in sorted(files)}
+    installed = importlib.metadata.files("course-lib") or []
+    files = [Path(path.locate()) for path in installed if path.suffix == ".ipynb"]
     return {"/".join(path.parts[-3 if path.parts[-3] == _KOREAN else -2 :]): path for path in sorted(files)}
 
 
