@@ -26,6 +26,7 @@ _ENDS = (
     re.compile(r"(?<=,) +"),
 )  # of a part
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
+_LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
 _VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
@@ -164,7 +165,7 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     for english, korean in entries:
         if _FIELD.search(english):
             fixed, names = re.split(r"\{\d+\}", english), re.findall(r"\{(\d+)\}", english)
-            value = ".*?" if sum(map(len, fixed)) > LONG else _VALUE
+            value = _LONG_VALUE if sum(map(len, fixed)) > LONG else _VALUE
             values = [r"[\s\S]*?" if part.endswith("\n") else value for part in fixed[:-1]]
             values = [  # of two that stand side by side the first is there, and ends where a word ends
                 f"{one[:-2]}+?)(?!(?<=\\w)\\w" if not then and number < len(values) - 1 else one
