@@ -128,13 +128,13 @@ def test_every_page_leads_to_the_other_language_which_leads_back_to_the_same_hea
             assert there == (same if same in site else there) and there in site
     page.goto(f"{address}ko/notebooks/04_zero.html")
     assert page.inner_text(".sidebar-tree .caption >> nth=0") == "레슨" and "다음" in page.inner_text(".next-page")
+    is_there = "() => Math.abs(document.querySelectorAll('article h2')[2].getBoundingClientRect().top) < 200"
     page.evaluate("document.querySelectorAll('article h2')[2].scrollIntoView()")
+    page.wait_for_function(is_there)  # it scrolls smoothly
     page.click(".sidebar-drawer a[hreflang=en]")
     page.wait_for_url("**/notebooks/04_zero.html#at-*")
     assert "/ko/" not in page.url
-    page.wait_for_function(
-        "() => Math.abs(document.querySelectorAll('article h2')[2].getBoundingClientRect().top) < 200"
-    )
+    page.wait_for_function(is_there)
 
 
 def test_search_in_korean_finds_a_word_whatever_its_particle(page, address):
