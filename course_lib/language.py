@@ -167,11 +167,10 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
             fixed, names = re.split(r"\{\d+\}", english), re.findall(r"\{(\d+)\}", english)
             value = _LONG_VALUE if sum(map(len, fixed)) > LONG else _VALUE
             values = [r"[\s\S]*?" if part.endswith("\n") else value for part in fixed[:-1]]
-            values = [  # of two that stand side by side the first is there, and ends where a word ends
-                f"{one[:-2]}+?)(?!(?<=\\w)\\w" if not then and number < len(values) - 1 else one
-                for number, (one, then) in enumerate(zip(values, fixed[1:], strict=True))
-            ]
             groups = [f"(?P<_{name}>{one})" for name, one in zip(names, values, strict=True)]
+            for number, then in enumerate(fixed[1:-1]):
+                if not then:  # of two that stand side by side the first is there, and ends where a word ends
+                    groups[number] = groups[number].replace("*?)", "+?)") + r"(?!(?<=\w)\w)"
             pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*groups, ""], strict=True))))
             patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]

@@ -47,7 +47,8 @@ _SECONDS = (
     f"{_between('speed', 'measured network', 'pipeline')}."
 )
 _ALONE = (
-    "Seconds are modelled from a link's latency and bandwidth, nothing else uses it; its source stands in hardware.py."
+    "Seconds are modelled from a link's latency and bandwidth, nothing else uses it; its source stands in "
+    "hardware.toml."
 )
 _UNITS = "Units of time are those that you choose; the order of work is exact, nothing is measured."
 _ROOF = "Bytes and FLOPs are counted by formulas; seconds are the least that a GPU's data sheet allows."

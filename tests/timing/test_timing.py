@@ -17,9 +17,23 @@ from course_lib.hardware import (
     measured_bus_bandwidth,
     published_link,
 )
+from course_lib.timing.collectives import _NETWORK_CALL_US, TUNING
 
 PLAYBOOK_3B = preset("playbook-3b")
 H100 = GPUS["h100"]
+NCCL = {  # src/graph/tuning.cc of NCCL 2.30 (github.com/NVIDIA/nccl, 5067397): LL, LL128, Simple; microseconds
+    "baseLatencies": {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "nvls": (0, 0, 0)},
+    "NVLINK": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4), "nvls": (0, 0, 25)},
+    "PCI": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7), "nvls": (0, 0, 0)},
+    "NET": {"tree": (5.0, 8.5, 14), "ring": (2.7, 4.0, 14.0), "nvls": (0, 0, 20.9)},  # of NVLSTree, between nodes
+}
+NCCL_LL_GB_PER_S = {"nvlink2": 39.0, "nvlink3": 87.7, "nvlink4": 141.0, "nvlink5": 2 * 141.0}  # llMaxBws, one node
+NCCL_LL_GB_PER_S |= dict.fromkeys(("ib-hdr200", "ib-ndr400", "roce-400", "efa", "ethernet-100g"), 20.4)  # Intel, N4
+NCCL_SHARES = {  # ncclTopoTuneModel: what is left of the ring's bandwidth
+    ("ring", "LL"): 0.5, ("ring", "LL128"): 0.92, ("ring", "Simple"): 1.0,
+    ("tree", "LL"): 0.92 / 3.8, ("tree", "LL128"): 0.92 * 120.0 / 128.0, ("tree", "Simple"): 0.92,
+}  # fmt: skip
+NCCL_NVLINK_GB_PER_S = {"nvlink2": 20.0, "nvlink3": 20.0, "nvlink4": 20.6, "nvlink5": 40.1}  # topo.h, of one NVLink
 
 
 def _link(bytes_per_s, latency_s=0.0):
@@ -226,3 +240,24 @@ def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_un
     assert longer["full"] == 39  # claims C013, C035, C043: more than the FLOPs, 33 %
     assert longer["selective"] == 7 and longer["selective, sequence parallel"] == 4  # claim C044
     assert ms["kept"] / ms["kept, sequence parallel"] == pytest.approx(1.03, abs=0.005)  # claim C186: by itself
+
+
+def test_every_constant_of_nccl_is_that_of_its_source():
+    for (algorithm, protocol), found in TUNING.items():
+        index = ("LL", "LL128", "Simple").index(protocol)
+        launch_us, nvlink_us, pci_us, network_us = (table[algorithm][index] for table in NCCL.values())
+        assert (found.launch_us, found.nvlink_us, found.network_us) == (launch_us, nvlink_us, network_us)
+        assert (found.pci_us or 0) == pci_us and found.bandwidth_share == NCCL_SHARES.get((algorithm, protocol))
+    assert len(TUNING) == 7
+    assert _NETWORK_CALL_US == {"LL": 1.0, "LL128": 1.0, "Simple": 3 * 1.0}  # getNetOverhead, Intel
+    for key, one in LINKS.items():
+        if one.latency_source.startswith("NCCL"):
+            table = {"nvlink": "NVLINK", "pci": "PCI", "network": "NET"}[one.kind]
+            assert one.latency_s == NCCL[table]["ring"][2] * 1e-6, key
+    assert {key: LINKS[key].low_latency_bytes_per_s / 1e9 for key in NCCL_LL_GB_PER_S} == NCCL_LL_GB_PER_S
+    for key, gb_per_s in NCCL_NVLINK_GB_PER_S.items():
+        assert LINKS[key].achieved_share == gb_per_s / (50 if key == "nvlink5" else 25), key  # as they are sold
+    assert LINKS["pcie3"].achieved_share == 12.0 / 15.75  # PCI_BW of topo.h
+    assert LINKS["nvlink5"].switch_share / LINKS["nvlink4"].switch_share == pytest.approx(0.74 / 0.85)  # nvlsEfficiency
+    in_a_node = _way("all_reduce", 8, LINKS["nvlink4"], "tree", "LL128").payload_bytes_per_s
+    assert in_a_node == pytest.approx(0.92 * 7.0 / 9.0 / 2 * LINKS["nvlink4"].achieved_bytes_per_s)
