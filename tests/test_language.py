@@ -57,10 +57,7 @@ def _forget():
             "nine in ten of the published runs needed 1 of it, in pipelines 2. Bytes of a rank.",
             "열에 아홉은 1, 파이프라인은 2. rank 하나의 바이트.",  # a long text's value ends with its sentence
         ),
-        (
-            "rank 1 of 16 failed:",
-            "rank 16개 중 rank 1: 실패했습니다:",
-        ),  # of values side by side the second is not there
+        ("rank 1 of 16 failed:", "rank 16개 중 rank 1: 실패했습니다:"),  # of two side by side one is not there
         ("rank 1 of 16(b) failed:", "rank 16개 중 rank 1(b): 실패했습니다:"),
         ("rank 0 had returned", "rank 0 이미 반환했음"),
         ("loss  had returned  3 of 4 ranks", "loss  이미 반환했음  4개 rank 중 3개"),  # columns
