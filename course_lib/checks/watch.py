@@ -66,6 +66,16 @@ def result(answer: Callable, *args) -> dict:
     return {"the result": copied(answer(*args), as_results=True)}
 
 
+def named(what: str, none: str | None = None) -> Callable[..., dict]:
+    """Watch what a plain call returned, by a name with its arguments in {}; `none`: in place of a None."""
+
+    def watch(answer: Callable, *args) -> dict:
+        found = result(answer, *args)["the result"]
+        return {what.format(*args): none if found is None else found}
+
+    return watch
+
+
 def several(say: str, *names: str) -> Callable[..., dict]:
     """Watch a call that returns several things, a tuple or a list, or a dict if names are its keys; else `say`."""
 
