@@ -34,8 +34,6 @@ from course_lib.weights.loading import Weights
 from course_lib.weights.pieces import Piece, parameters_of
 from course_lib.weights.tensor_files import SINGLE
 
-# --- out
-
 
 @torch.no_grad()
 def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None) -> Path:
@@ -44,7 +42,6 @@ def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dty
     checkpoint   one, or a folder of them: then the last complete one
     dtype        of the files; by default that of the parameters. In another the master weights, if there are some, are
                  cast
-
     Bytes        held: the model, in one file
     Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
     """
@@ -104,9 +101,6 @@ def _expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dic
     return biases
 
 
-# --- in
-
-
 @torch.no_grad()
 def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     """Fills the engine's parameters from files of `transformers`, before its first step. All ranks call it.
@@ -125,9 +119,6 @@ def _read_parameters(engine: FiveD, folder: str | Path) -> None:
         for piece in holding.pieces(holding.tensor, ""):
             ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape, strict=True)]
             weights[piece.name].part(*ranges).read_into(piece.tensor)
-
-
-# --- configs
 
 
 _FIELDS = TABLES["fields"]  # of config.json: what of a ModelConfig stands there

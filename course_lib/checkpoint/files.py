@@ -77,9 +77,6 @@ def everywhere(group: dist.ProcessGroup, act: Callable[[], Result]) -> Result:
     return kept[0]
 
 
-# --- which checkpoints there are
-
-
 def name_of(step: int) -> str:
     """What the folder of that step is called: sorted by name is sorted by step."""
     return f"step-{step:08d}"
@@ -116,9 +113,6 @@ def find(folder: Path) -> Path:
 
 def partial_of(final: Path) -> Path:
     return final.with_name(final.name + PARTIAL)
-
-
-# --- making one
 
 
 def clear_way(final: Path) -> None:
@@ -185,9 +179,6 @@ def digest(manifest: dict) -> str:
 def file_entry(path: Path) -> dict:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-# --- is it whole?
 
 
 def read_manifest(checkpoint: Path) -> dict:

@@ -29,7 +29,6 @@ def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.Proce
 
     checkpoint_bytes   what one checkpoint takes
     at_once            the most that this run has there at a time, with those that are there already
-
     Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
     """
     first = group.rank() == 0

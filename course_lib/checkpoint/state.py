@@ -119,7 +119,6 @@ def save(
 
     about    of the whole run, of JSON's kinds; that of rank 0 counts
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
-
     Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
              all ranks; CannotWrite if a rank cannot write. On every rank, and the checkpoints before are as they were
     """
@@ -235,7 +234,6 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert
     folder      a checkpoint, or a folder of them: then the last complete one
     optimizer   None: only the model's numbers are wanted
     convert     one of another precision is taken too, by the table above
-
     Bytes    read: each rank the stored pieces that it needs (FP32 parameters for 16-bit ones twice), and its share of
              all for the checksums; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if there is none, it is torn, or of another model, precision (see `convert`) or

@@ -57,7 +57,6 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
 
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
     keep    how many complete checkpoints remain, the older are removed once this one is complete; None: all
-
     Raises   CannotWrite on every rank if one could not write, ValueError if not all wrote to one folder: what is there
              then is a partial folder
     """

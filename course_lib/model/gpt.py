@@ -144,7 +144,6 @@ class Encoder(nn.Module):
 
     Built as XLM-R XL and XXL are, with the norm before each part and one at the end. Base and large put each norm after
     the residual and one behind the embedding: as many parameters, other numbers.
-
     Shapes   tokens_BS -> x_BSD
     Source   Goyal et al. 2021 (arXiv:2105.00572); transformers' XLMRobertaXLModel
     """

@@ -115,7 +115,6 @@ class Attention(nn.Module):
 
     With config.qk_norm each head's query and key pass through an RMSNorm before RoPE, one weight for all heads: a rank
     with some of the heads then has a part of this weight's gradient.
-
     Source   Henry et al. 2020 (arXiv:2010.04245); Qwen3 (arXiv:2505.09388), section 2
     """
 
@@ -270,7 +269,6 @@ def _init_weights(model: nn.Module, seed: Seed) -> None:
     """Matrices from a normal distribution of deviation 0.02, norms one, biases zero.
 
     In the gpt family the two layers that write into the residual get 0.02 / sqrt(2 num_layers).
-
     Source   Radford et al. 2019 (GPT-2), section 2.3; transformers' LlamaPreTrainedModel
     """
     for count in model.buffers():  # of experts' loads and steps

@@ -76,7 +76,6 @@ def limit_groups(choice_TE: Tensor, num_groups: int, max_groups: int, top_k: int
     """The same affinities, minus infinity outside each token's `max_groups` best groups.
 
     A group's score is the sum of its top_k / max_groups highest affinities.
-
     Source   DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, "Node-Limited Routing"
     """
     if max_groups == num_groups:
@@ -255,7 +254,6 @@ def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
 
     The assignments are counted and have no gradient; it flows through the scores. `tokens_E` may be of more tokens than
     `share_TE`: of all ranks.
-
     Source   Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6, where top_k is 1. transformers' is top_k times it.
     """
     chosen_E = tokens_E.to(share_TE.dtype) / tokens_E.sum()
@@ -301,7 +299,6 @@ def balance_after_step(model: nn.Module) -> None:
     """After the optimizer's step: biases of overloaded experts a step down, of others up; the count starts anew.
 
     Judged by the load of the whole batch: all micro-batches, all ranks.
-
     Source   DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; Wang et al. 2024 (arXiv:2408.15664), algorithm 1
     """
     for moe in moe_layers(model):

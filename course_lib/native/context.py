@@ -41,9 +41,6 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that give the log-sum-exp
 
 
-# --- build
-
-
 class ContextParallel(ModelEngine):
     """The whole model on every rank, which takes its part of each sequence; attention is PyTorch's ring."""
 
@@ -83,9 +80,6 @@ def build(model: nn.Module, group: Group) -> ContextParallel:
     for block in model.blocks:
         block.attention.core = _on_a_gpu if model.embed.weight.is_cuda else _ring_core(engine)
     return engine
-
-
-# --- on a CPU: the template and the CPU's flash kernel
 
 
 def _ring_core(engine: ContextParallel):
@@ -135,9 +129,6 @@ def _ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(_cp_options, name, value)
-
-
-# --- on a GPU: what PyTorch offers
 
 
 def _on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:

@@ -29,9 +29,6 @@ from course_lib.parallel.engine import Engine, MicroBatches, trainable
 MATRICES = ("gate", "up", "down")
 
 
-# --- experts of a rank, stacked
-
-
 class GroupedExperts(nn.Module):
     """Neighbouring experts, each kind of matrix in one tensor.
 
@@ -63,9 +60,6 @@ def _can_group(w_eFD: Tensor) -> bool:
     """Whether grouped_mm takes these matrices."""
     whole_lines = all(size * w_eFD.element_size() % 16 == 0 for size in w_eFD.shape[1:])
     return whole_lines and w_eFD.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-# --- build
 
 
 class ExpertDDP(DistributedDataParallel, Engine):
@@ -145,9 +139,6 @@ def _run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor
     y_RD = experts(received_RD[order_R], from_rank.sum(0))
     returned_RD = all_to_all_single_autograd(y_RD[order_R.argsort()], sent_rows, received_rows, group)
     return combine(returned_RD, assignment_R, routing)
-
-
-# --- what DDP does not sum
 
 
 def _mean_expert_gradients(engine: ExpertDDP) -> None:

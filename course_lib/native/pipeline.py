@@ -37,9 +37,6 @@ _IN_A_V = ("zbv", "dualpipe_v")  # stage s on rank s, then back
 _LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-# --- build
-
-
 class Pipeline(nn.Module, Engine):
     """This rank's stages, and PyTorch's objects that run them."""
 
@@ -89,9 +86,6 @@ def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) ->
         raise ValueError(f"schedule is {schedule!r}; choose from {', '.join(SCHEDULES)}, and a model that is not tied")
     check_stages(model.config, len(_ranks_of_stages(schedule, group.size(), v)))
     return Pipeline(model, group, schedule, v)
-
-
-# --- PyTorch's objects
 
 
 def _runner_of(engine: Pipeline, micro_batches: MicroBatches):
@@ -152,9 +146,6 @@ def _instructions(actions: list) -> list[str]:
         for part in parts
         if part.computation_type.name in _LETTERS
     ]
-
-
-# --- micro-batches
 
 
 def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:

@@ -29,9 +29,6 @@ ALONG_S = Shard(1)  # of x_BSD
 ALONG_LAST = Shard(-1)  # what a row's columns left
 
 
-# --- build
-
-
 class TensorSequenceParallel(TensorParallel):
     """Tensor parallelism whose hidden states between layers are cut along the sequence.
 

@@ -33,9 +33,6 @@ from course_lib.parallel.engine import MicroBatches, one_after_another, trainabl
 Plan = dict[str, ParallelStyle]
 
 
-# --- build
-
-
 class TensorParallel(DTensorEngine):
     """A model cut over the ranks of one group as a plan says; all of them bring the same tokens.
 
@@ -70,7 +67,6 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> TensorParallel:
     """Shards `model` over `group` in place; every rank must bring the same weights.
 
     Families llama and gpt. Uneven sizes: d_ff and the vocabulary are cut as torch.chunk cuts, heads must divide.
-
     Bytes    none
     Raises   ValueError where heads do not divide, or dropout is above 0; RuntimeError if a matrix was left whole
     """

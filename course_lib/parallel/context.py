@@ -44,8 +44,6 @@ from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 from course_lib.validate import one_of
 
-# --- a model
-
 
 @dataclass(frozen=True)
 class Context:
@@ -102,7 +100,6 @@ def build(
     """Sets each block's attention core, in place; returns the engine. Every rank must bring the same weights.
 
     It takes x_Bs, my tokens, and their positions_s, and gives logits_BsV.
-
     method   "ring" | "all_gather" | "ulysses"
     outer    for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
     Bytes    with dropout a seed, from which each rank draws for its own tokens; otherwise none
@@ -173,9 +170,6 @@ def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_shardi
             layers = (attention.q_up,) * 2 if config.mla else (attention.q, attention.k)
             heads = (layer.weight.shape[0] // config.head_dim for layer in layers)
             check_ulysses(*heads, cp_size // outer)
-
-
-# --- micro-batches
 
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:

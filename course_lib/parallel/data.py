@@ -35,9 +35,6 @@ FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the net
 Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
-# --- what engines need whose ranks bring different tokens
-
-
 def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives each rank the parameters and buffers of the group's first; averaged gradients keep the models equal.
 
@@ -96,9 +93,6 @@ class DataParallel(nn.Module, Engine):
         return self.module(*inputs)
 
 
-# --- buckets
-
-
 def arrived_twice(name: str) -> str:
     return (
         f"gradient of {name} arrived a second time before finish(): it may be on the network; "
@@ -115,7 +109,6 @@ def assign_buckets(
     """Groups parameters, last layer first, into buckets of one dtype and device; each closes once it has its size.
 
     kind_of   whatever has another name from it gets a bucket of its own
-
     Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
     """
     if bucket_bytes < 1 or first_bucket_bytes < 1:
@@ -154,7 +147,6 @@ class Bucket:
     """Gradients side by side in one flat buffer; each parameter's gradient is a view into it.
 
     The buffer is there from the first gradient on, until `free`.
-
     Shapes   views[param] has the parameter's shape; flat_P holds them all, P numbers
     """
 
@@ -226,7 +218,6 @@ class BucketedDP(DataParallel):
     """Starts a full bucket's all-reduce while backward goes on; gradients live inside the buckets.
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
-
     sharing      where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers, and
                  all buckets are of one size
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters; then in `.main_grad`

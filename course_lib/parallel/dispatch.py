@@ -27,8 +27,6 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.model.moe import Routing, apply_experts, combine, dispatch
 
-# --- rows to others, gradients back
-
 
 class _Exchange(torch.autograd.Function):
     """Several tensors in one node of the graph: then backward sends them in the same order on every rank."""
@@ -61,9 +59,6 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     return comm.all_to_all(counts.contiguous(), check_group(group, "exchange_counts"))
 
 
-# --- a row for every assignment
-
-
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / ep neighbours."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
@@ -90,9 +85,6 @@ def inverse(order_R: Tensor) -> Tensor:
     undone_R = torch.empty_like(order_R)
     undone_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     return undone_R
-
-
-# --- a row to each place
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,6 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
 
     No rank needs the whole gradient: each adds up the squares of what it owns, what several ranks hold is divided by
     their number, and the sums are added over ranks.
-
     Bytes    an all-reduce of one number over each of the engine's `norm_groups`
     Raises   ValueError if this rank trains something and has no gradient
     """

@@ -40,8 +40,6 @@ from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
 from course_lib.parallel.tensor import sum_gradients
 from course_lib.parallel.whole import put_together
 
-# --- who talks to whom
-
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -73,9 +71,6 @@ def expert_groups(group: Group, ep_size: int, ranks_per_node: int | None = None)
 
 def _group(ranks: list[int]) -> Group:
     return dist.new_group(ranks, use_local_synchronization=True)
-
-
-# --- a model
 
 
 class ExpertParallel(ModelEngine):

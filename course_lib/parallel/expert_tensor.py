@@ -95,7 +95,6 @@ def fold_experts(moe: MoE, residual: ShardedResidual) -> None:
     """Experts stay whole, and the router sees this rank's tokens alone. Shared experts are cut as a dense MLP is.
 
     The auxiliary loss is the mean over this rank's tokens, 1 / tp of all: so is its share of their mean.
-
     Bytes    sent per rank: those of a dense MLP, for shared experts only
     Source   Liu et al. 2025 (arXiv:2504.14960), MoE parallel folding
     """

@@ -154,7 +154,6 @@ def build(
     """This rank's part of the model, with the weights that `model.build(config, seed)` gives, whatever the layout.
 
     No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
-
     device       by default `rank_device()`
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
     fill         (engine, seed): brings other numbers than `fill_from_seed`, or none

@@ -33,8 +33,6 @@ from course_lib.layout.partition import piece_sizes
 from course_lib.parallel.data import record_when_done
 from course_lib.parallel.engine import Trace, compute_span
 
-# --- where the columns begin and the rows end
-
 
 @dataclass(frozen=True)
 class ReplicatedResidual:
@@ -75,9 +73,6 @@ def traced(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InF
 
 
 communication_span = partial(compute_span, lane="communication")  # around one that is waited for at once
-
-
-# --- columns and rows
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,6 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], residual: Replicat
     the sake of its order: the sum of the input's gradient travels while the weights' gradients are computed.
 
     Under autocast all is cast before, as `F.linear` would: backward then multiplies what forward multiplied.
-
     Bytes    sent per rank: 0 forward, 2 (tp - 1) / tp * x.nbytes backward
     """
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

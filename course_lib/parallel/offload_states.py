@@ -48,7 +48,6 @@ class OffloadedAdamW(MasterAdamW):
     nameless file of `folder` (the system's for temporary files by default; useless if that is a disk in memory), mapped
     into memory: the system reads a page when it is touched, and drops it when memory is short. The file vanishes with
     `close()` or with the process, however that ends.
-
     link_bytes   of the last step, by crossing
     Bytes    a step, for each parameter with a gradient: gradient itemsize down, parameter itemsize up; on disk 12 read
              and 12 written. Host: one piece, and with place="host" 12 a parameter
@@ -156,9 +155,6 @@ class OffloadedAdamW(MasterAdamW):
 
     def __exit__(self, *error) -> None:
         self.close()
-
-
-# --- checks
 
 
 def _check_parameter(parameter: nn.Parameter) -> None:

@@ -48,9 +48,6 @@ from course_lib.training.precision import gradient_of
 _AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 
 
-# --- a model
-
-
 class Pipeline(nn.Module, Engine):
     """This rank's stages, under the model's names, and what it needs to run them. `build` makes one.
 
@@ -146,7 +143,6 @@ def build(
 
     Every rank must bring the same weights: `model.build` with one seed. Or a model on the meta device: then fill
     `engine.to_empty(device=...)` and call `engine.tie()`. Forget the model, and what other ranks have is freed.
-
     schedule            a name of `schedules.SCHEDULES`, a function of the number of micro-batches, or a `Schedule`
     layers_of_stage     how many layers each stage has, in the model's order; evenly by default
     num_micro_batches   what the schedule is tried with here, 2 pp by default
@@ -195,9 +191,6 @@ def checked_schedule(schedule: _AnySchedule, pp: int, num_micro_batches: int, v:
     return made
 
 
-# --- micro-batches, and tied embeddings
-
-
 def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
     """Executes the schedule of so many micro-batches; returns this rank's share of the mean loss.
 
@@ -235,9 +228,6 @@ def tied_weight(engine: Pipeline) -> nn.Parameter | None:
         return None
     is_first = engine.group.rank() == engine.rank_of_stage[0]
     return engine.stages["0"].embed.weight if is_first else engine.stages[str(engine.num_stages - 1)].head.weight
-
-
-# --- names
 
 
 def named_parameters(engine: Pipeline) -> dict[str, nn.Parameter]:

@@ -127,7 +127,6 @@ def ring_attention(
     """Attention over a sequence shared out by `sequence_sharding`: every rank brings equally many tokens.
 
     Each rank gets the outputs of its own tokens.
-
     merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
                   The log-sum-exp has float32 at least, always
     kernel        "fused" | "standard" (tiles.py)

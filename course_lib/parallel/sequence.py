@@ -58,7 +58,6 @@ class ShardedResidual:
     A shard does not tell how long the whole is: the last to leave does, the embedding first of all; columns remember it
     for their backward. With recomputation, which runs a block forward again, nothing of another length may come between
     forward and backward.
-
     regather   what columns keep for backward is x_BsD as it came in, and it is gathered again
     Shapes     leave: x_BSD_partial -> x_BsD; enter: x_BsD -> x_BSD
     """
@@ -135,7 +134,6 @@ def build(
     Every rank brings the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
-
     Bytes    with dropout, a seed that the group then shares; otherwise none
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """

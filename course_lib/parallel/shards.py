@@ -191,9 +191,6 @@ class FlatShard:
         self.arrived.clear()
 
 
-# --- the units of stage 3
-
-
 Unit = tuple[str, list[nn.Module]]
 
 

@@ -34,7 +34,6 @@ class Stage(nn.Module):
     """Some layers of a model. The first stage takes tokens, the last gives logits, what lies between is x_BSD.
 
     With `loss_of` the last gives what it makes of (x_BSD behind the norm, the head's weight): losses without logits.
-
     Shapes   tokens_BS or x_BSD -> x_BSD or logits_BSV
     """
 
@@ -90,9 +89,6 @@ def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
     """One stage of the model, from the model's own modules: forget the model, and what is in no stage here is freed."""
     is_last = stage == len(layers_of_stage) - 1
     return Stage(model, layers_in(stage, layers_of_stage), is_first=stage == 0, is_last=is_last)
-
-
-# --- checks: before any process starts
 
 
 def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -43,9 +43,6 @@ from course_lib.validate import one_of
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
 
 
-# --- a model
-
-
 class TensorParallel(ModelEngine):
     """A model whose matrices are cut over the ranks of one group, all of which bring the same tokens.
 
@@ -177,9 +174,6 @@ def check_shardable(model: nn.Module, group: Group) -> None:
             raise ValueError(f"{path} is a {type(layer).__name__}; only a model of plain nn.Linear can be cut")
 
 
-# --- random numbers
-
-
 def share_seed(group: Group, apart: bool = False) -> None:
     """Gives all ranks the random numbers of the group's first: of a whole residual stream all must drop the same.
 
@@ -222,9 +216,6 @@ class RankDropout(Dropout):
     def forward(self, x: Tensor) -> Tensor:
         with rank_rng(self.group):
             return super().forward(x)
-
-
-# --- gradients of which each rank has a part
 
 
 def sum_replicas(engine: ModelEngine) -> None:

@@ -310,7 +310,6 @@ def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Ex
     """Attention of my queries over the keys and values of all ranks of the exchange.
 
     Under autocast all is cast before, as `F.scaled_dot_product_attention` does: backward multiplies what forward did.
-
     Shapes   -> out_BNsH
     Bytes    kept for backward: q, k, v, the output and one number a row, all of my own tokens
     Raises   ValueError as check_inputs

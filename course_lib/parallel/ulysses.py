@@ -62,9 +62,6 @@ def ulysses_core(group: Group, sequence_sharding: str, core: Core = fused_attent
     return exchanged
 
 
-# --- both together
-
-
 def inner_positions(sequence_sharding: str, seq_len: int, inner: tuple[int, int], outer: tuple[int, int]) -> Tensor:
     """My tokens on a mesh with Ulysses inside and a ring outside; each pair is (size, my rank).
 
@@ -80,9 +77,6 @@ def inner_positions(sequence_sharding: str, seq_len: int, inner: tuple[int, int]
             f"{inner[0]} does not divide; choose a multiple of {parts}"
         )
     return ring_positions.chunk(inner[0])[inner[1]]
-
-
-# --- the pair: what one does forward, the other does backward
 
 
 class _TokensForHeads(torch.autograd.Function):

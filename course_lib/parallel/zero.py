@@ -164,7 +164,6 @@ class ZeroUnits(Sharded):
     one is not gathered for backward.
 
     The first module of a unit must take what the unit before gave as its first argument.
-
     Bytes    gathered at most: the two neighbouring units that are largest together, padded; and the tied one, if any
     """
 
@@ -340,7 +339,6 @@ def build(
                    then in `.main_grad`: MasterAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of weights/loading.py)
-
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage
     """

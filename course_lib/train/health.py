@@ -38,7 +38,6 @@ def compare_ranks(
     """Let all ranks tell each other what they hold after a step.
 
     numbers, micro_batches   of that step, as this rank saw them
-
     Bytes    an all-gather of some 50 bytes for each parameter of a rank
     Raises   RanksDisagree on every rank if one holds other numbers, or two dp ranks trained on the same tokens
     """
@@ -129,15 +128,11 @@ def not_finite_on(numbers: engines.StepNumbers) -> str:
     return f" (not finite on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
 
 
-# --- slow ranks
-
-
 @checked
 def slowest_rank(seconds: Sequence[Sequence[Amount]], factor: Positive = 1.2) -> int | None:
     """The rank whose median is more than `factor` times the median of all other ranks' medians; None if none is.
 
     seconds   of each rank a row with the seconds of its own work, step by step. The median forgets single slow steps.
-
     Raises    ValueError for fewer than two ranks, or a rank without seconds
     """
     if len(seconds) < 2 or not all(len(row) for row in seconds):

@@ -90,9 +90,6 @@ def check_folders(options: Options) -> None:
         writable("log_folder", Path(options.log_folder))
 
 
-# --- texts that stand for records
-
-
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -128,7 +125,6 @@ def layout_for(text: str, batch_size: int | None, world_size: Size = 1) -> Layou
 
     dp=auto in the text stands for as many as the ranks allow: a run that lost half of them and is started again on the
     rest has the same sequences in each step, with twice the micro_batches.
-
     Raises   ValueError if the layout's own numbers give another batch, or no micro_batches gives this one
     """
     if is_auto := _AUTO_DP in _parts(text):

@@ -63,7 +63,6 @@ class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
 
     in_background  the files are written while training goes on
-
     Raises   ValueError where a choice makes no sense
     """
 
@@ -109,9 +108,6 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
     place = " ".join(f"{axis}={index}" for axis, index in sorted(coordinates.items()) if axis != "tp")
     digest = hashlib.blake2b(f"{plan.seed} {step} {place}".encode(), digest_size=4).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))  # a CPU generator looks at 32 bits
-
-
-# --- what a checkpoint must agree with
 
 
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:

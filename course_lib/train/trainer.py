@@ -125,7 +125,6 @@ def train(
     say   what rank 0 does with its lines of text
     stop  listens to signals from the first step on; all ranks save and return after the step in which one came. Not in
           a notebook: its process would keep the handlers. None, or no checkpoints: nothing is listened to
-
     Bytes    for `stop` an all-reduce of 4 bytes a step
     Raises   ValueError for what cannot be, alike on every rank and before anything is built; on every rank
              FloatingPointError if the loss is no number any more, and RanksDisagree, every plan.compare_every steps,

@@ -78,7 +78,6 @@ def batch(
     `batch_size` counts the rows of all ranks.
 
     The ranks' rows, in rank order, are the rows that one process would get, so losses can be compared.
-
     Shapes   tokens_T -> x_bS, y_bS           (b = batch_size / dp_size)
     Raises   ValueError if batch_size % dp_size != 0, dp_rank is no rank, or the text is shorter than one sequence
     """

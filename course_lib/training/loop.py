@@ -57,7 +57,6 @@ def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
     A model with experts, in training mode: their auxiliary losses are added, and their load is counted.
-
     Bytes    kept for backward: 4 V per token (the log-softmax), whatever the precision of the logits
     """
     logits_BSV = model(x_BS)

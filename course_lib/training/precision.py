@@ -81,7 +81,6 @@ class MasterAdamW(torch.optim.Optimizer):
     A wider parameter is its own master. Whole parameters and shards of them are alike to it: it treats each number by
     itself, and sends nothing. The arithmetic is that of `torch.optim.AdamW`. A parameter's `main_grad` is used where
     there is one (see `accumulate_in_fp32`).
-
     Bytes    state per 16-bit parameter: 4 master + 4 exp_avg + 4 exp_avg_sq; per FP32 parameter 8
     Source   Micikevicius et al. 2018 (arXiv:1710.03740); Loshchilov and Hutter 2019 (arXiv:1711.05101)
     """
@@ -153,7 +152,6 @@ def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = Fals
     """Gives each parameter an FP32 `main_grad`, into which every backward pass adds. Returns the hooks' handles.
 
     The gradient that autograd makes is dropped at once, or with `keep_low` kept (zeroed, so that it starts afresh).
-
     Bytes    4 per parameter, and with keep_low the low-precision gradient as well
     """
 
@@ -230,7 +228,6 @@ class LossScaler:
     """Keeps fp16 gradients out of underflow: multiplies the loss by `scale`, divides the FP32 gradients by it.
 
     On overflow the step is left out and the scale halved; after `growth_interval` good steps in a row it is doubled.
-
     Source   Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2; torch.amp.GradScaler
     """
 

@@ -46,7 +46,6 @@ class Weights:
     """A model's weights in the files of `transformers`, by our names and in our shapes; nothing is read yet.
 
     config   by default what the folder's config.json says
-
     Raises   ValueError if files are missing, damaged or pickles, or hold tensors that this config has no place for
     """
 
@@ -93,9 +92,6 @@ def read_config(folder: str | Path) -> ModelConfig:
     return config_from_transformers(found)
 
 
-# --- everybody reads everything
-
-
 @torch.no_grad()
 def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The usual way, on every rank: a whole model with initial numbers, and a whole state dict copied into it.
@@ -112,14 +108,10 @@ def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: tor
     return model
 
 
-# --- each rank reads its piece
-
-
 def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor) -> None:
     """Fills out_p with the numbers from `start` on of these parameters laid end to end; past their end with zeros.
 
     A rank's shard of a padded flat unit is `read_flat(weights, names, rank * len(shard_p), shard_p)`.
-
     Bytes    read: exactly those numbers
     """
     position, stop = 0, start + len(out_p)
@@ -130,9 +122,6 @@ def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor)
         if first < last:
             weights[name].read_flat_into(out_p.data[first - start : last - start], first - position)
         position += numel
-
-
-# --- what it costs in host memory
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,6 @@ class Holding:
         return [piece for piece in small if crc32(f"{piece.name}{piece.offsets}".encode()) % self.copies == self.copy]
 
 
-# --- arithmetic
-
-
 def place_of(name: str, sizes: Sequence[int], cut: Cut | None, tp_rank: int) -> Place:
     """Of a tensor that tp has cut, or not (None). Of the ranks with the same part the first writes."""
     shape, offsets = list(sizes), [0] * len(sizes)
@@ -119,9 +116,6 @@ def split_rows(piece: Piece, max_bytes: int) -> list[Piece]:
         replace(piece, offsets=(piece.offsets[0] + row, *piece.offsets[1:]), tensor=piece.tensor[row : row + rows])
         for row in range(0, len(piece.tensor), rows)
     ]
-
-
-# --- an engine
 
 
 def parameters_of(engine: FiveD) -> list[Holding]:
