@@ -8,14 +8,11 @@ marked, until its entry is translated anew.
 
 import ast
 import io
-import json
-import os
 import re
-import subprocess
-import sys
 import tokenize
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -36,7 +33,6 @@ from course_lib.web.page import said_by_page
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
-_HELP = "import json; from course_lib.cli.help import help_texts; print(json.dumps(help_texts()))"
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
@@ -125,10 +121,7 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
             if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
                 found.setdefault(_numbered(text), "claims/ledger.toml")
     found |= {kind.note: "model_types.toml" for kind in KINDS.values() if kind.note}
-    helps = subprocess.run(
-        [sys.executable, "-c", _HELP], capture_output=True, check=True, env=os.environ | {"COURSE_LANG": "en"}
-    )
-    for text in json.loads(helps.stdout):  # a program: course_lib.cli imports this package
+    for text in import_module("course_lib.cli.commands").help_texts():  # by name: course_lib.cli imports this package
         found.setdefault(text, "cli")
     return [(name, text) for text, name in found.items()]
 

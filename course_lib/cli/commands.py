@@ -12,9 +12,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 
+from docstring_parser import parse  # tyro's
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 from tyro.extras import SubcommandApp
 
@@ -121,6 +122,17 @@ def main(argv: list[str] | None = None) -> int:
         advice = "; make room, or give a place on another disk" if isinstance(error, OSError) else ""
         print(told(f"course {argv[0]}: {error}{advice}"), file=sys.stderr)
         return 2
+
+
+def help_texts() -> list[str]:
+    """Return all that the helps of the commands say: the Korean catalogue has an entry for each."""
+    texts = speak_help()
+    for words in ([], *([name] for name in COMMANDS), ["cluster", "init"], ["cluster", "check"]):
+        with redirect_stdout(io.StringIO()), suppress(SystemExit):
+            main([*words, "--help"])
+    for command in COMMANDS.values():
+        texts += (argument.description for argument in parse(command.__doc__).params)
+    return [text for text in dict.fromkeys(texts) if " " in text]
 
 
 def _with_limit(argv: list[str]) -> list[str]:

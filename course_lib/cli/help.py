@@ -1,11 +1,9 @@
 """`--help` in the reader's language: what tyro lays out is told, and a letter of Hangul is two columns wide."""
 
-import io
 import re
-from contextlib import redirect_stdout, suppress
 from functools import cache
 
-from tyro import _docstrings, _fmtlib, _strings
+from tyro import _fmtlib, _strings
 
 from course_lib.language import told
 
@@ -41,16 +39,3 @@ def _told(text: str) -> str:
         return text
     head, colon, value = text.partition(": ") if text.startswith("(") else (text, "", "")
     return f"{told(head)}{colon}{value}"
-
-
-def help_texts() -> list[str]:
-    """Return all that the helps of the commands say: the Korean catalogue has an entry for each."""
-    from course_lib.cli.commands import COMMANDS, main
-
-    texts = speak_help()
-    for words in ([], *([name] for name in COMMANDS), ["cluster", "init"], ["cluster", "check"]):
-        with redirect_stdout(io.StringIO()), suppress(SystemExit):
-            main([*words, "--help"])
-    for command in COMMANDS.values():
-        texts += _docstrings.parse_docstring_from_object(command).values()
-    return [text for text in dict.fromkeys(texts) if " " in text]

@@ -278,8 +278,8 @@ def test_help_needs_less_than_a_second_and_no_torch():
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["", "plan", "cluster init"])
 def test_help_is_korean_where_that_is_asked_for_and_its_boxes_are_even(command):
-    call = [sys.executable, "-m", "course_lib", *command.split(), "--help"]
-    run = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"COURSE_LANG": "ko", "COLUMNS": "80"})
+    call, env = [sys.executable, "-m", "course_lib", *command.split(), "--help"], {"COURSE_LANG": "ko", "COLUMNS": "80"}
+    run = subprocess.run(call, capture_output=True, text=True, env=os.environ | env)
     head, *boxes = re.split("^(?=╭)", run.stdout, flags=re.MULTILINE)
     assert len(boxes) >= 2 and re.search("[가-힣]", head) and (command or all(name in head for name in cli.COMMANDS))
     for line in "".join(boxes).splitlines():
