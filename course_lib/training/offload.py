@@ -38,7 +38,6 @@ def offload_activations(model: nn.Module, min_bytes: Index = 4096) -> Iterator[O
 
     Left where they are: parameters (saved too, but there anyway) and tensors below `min_bytes`. What several operators
     keep is moved once.
-
     Source   Rhu et al. 2016 (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks
     """
     record = OffloadRecord()

@@ -34,7 +34,6 @@ MAX_PIECE_BYTES = 64 * 2**20  # a piece is written, and read, as one: what a ran
 @dataclass(frozen=True)
 class Place:
     """Where a rank's part of a tensor lies in the whole one: `sizes` numbers from `offsets` on.
-
     writes   False: another rank, of another place in tp or pp, writes the same
     """
 
@@ -59,7 +58,6 @@ class Piece:
 @dataclass(frozen=True)
 class Holding:
     """A tensor of this rank, such as an optimizer updates: the numbers from `start` on of some parts laid end to end.
-
     copy, copies   of the ranks that hold just the same, which one I am, and how many they are
     """
 
@@ -79,9 +77,6 @@ class Holding:
         large = [piece for piece in self.pieces(numbers, prefix) if piece.writes]
         small = [part for piece in large for part in split_rows(piece, MAX_PIECE_BYTES)]
         return [piece for piece in small if crc32(f"{piece.name}{piece.offsets}".encode()) % self.copies == self.copy]
-
-
-# --- arithmetic
 
 
 def place_of(name: str, sizes: Sequence[int], cut: Cut | None, tp_rank: int) -> Place:
@@ -119,9 +114,6 @@ def split_rows(piece: Piece, max_bytes: int) -> list[Piece]:
         replace(piece, offsets=(piece.offsets[0] + row, *piece.offsets[1:]), tensor=piece.tensor[row : row + rows])
         for row in range(0, len(piece.tensor), rows)
     ]
-
-
-# --- an engine
 
 
 def parameters_of(engine: FiveD) -> list[Holding]:
