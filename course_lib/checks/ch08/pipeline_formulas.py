@@ -23,7 +23,7 @@ def pipelines(rng):
 
 _WRONG_BUBBLE = {
     "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
-    "v is missing: stages are 1 / v as long": lambda p, m, v: bubble(p, m, 1),
+    "v is missing: stages are 1 / v as long": {"v": 1},
     "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
         p, m, v, waits=p
     ),
@@ -133,10 +133,8 @@ def _less_at_the_ends(L, p, layer, embed, head):
 
 _WRONG_LAYERS = {
     "even numbers of layers are not even stages; embedding and head cost too": _even,
-    "the embedding costs too": lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, 0, head),
-    "embedding and head cost as much as so many layers only if a layer costs 1": lambda L, p, layer, embed, head: (
-        _to_the_shortest(L, p, 1, embed, head)
-    ),
+    "the embedding costs too": {"embed": 0},
+    "embedding and head cost as much as so many layers only if a layer costs 1": {"layer": 1},
     "embedding and head are at the wrong ends: the embedding is on the first stage, the head on the last": (
         lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, head, embed)
     ),
@@ -150,7 +148,7 @@ _WRONG_LAYERS = {
 
 def models(rng):
     """(L, p, layer, embed, head); in all together no two answers have stages that are equally long."""
-    answers = [_to_the_shortest, *(answer for _, answer in pairs(_WRONG_LAYERS))]
+    answers = [_to_the_shortest, *(answer for _, answer in pairs(check_layers.wrong))]
     while True:
         costs = [(1, 0, rng.choice([2, 3])), (2, rng.choice([4, 6]), 5), (3, 1, 0)]
         costs += [(rng.choice([2, 3]), rng.randrange(1, 8), rng.randrange(1, 8)) for _ in range(5)]

@@ -33,10 +33,6 @@ def logits(rng):
     return cases
 
 
-def _always(score):
-    return lambda logits_TE, top_k, _, bias_E: route(logits_TE, top_k, score, bias_E)
-
-
 _WRONG_ROUTE = {
     "the bias is missing: it is added to the scores for the choice": {
         "choose": lambda logits_TE, score, bias_E: moe.scores(logits_TE, score)
@@ -44,8 +40,8 @@ _WRONG_ROUTE = {
     "the bias is added to the scores, not to the logits": {
         "choose": lambda logits_TE, score, bias_E: moe.scores(logits_TE + bias_E, score)
     },
-    "scores are a sigmoid of each logit by itself here": _always("softmax"),
-    "scores are one softmax over the experts here": _always("sigmoid"),
+    "scores are a sigmoid of each logit by itself here": {"score": "softmax"},
+    "scores are one softmax over the experts here": {"score": "sigmoid"},
     "the bias chooses, it does not weigh": {
         "weigh": lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
     },
@@ -98,7 +94,7 @@ WRONG_STEP = {
     "in proportion to the relative load; only its direction counts": {"step": lambda below_E, mean: below_E / mean},
     "an expert at the mean stays where it is": {"step": lambda below_E, _: (below_E >= 0).double() * 2 - 1},
     "an expert at the mean stays; it went down": {"step": lambda below_E, _: (below_E > 0).double() * 2 - 1},
-    "the new bias starts from the old one": lambda bias_E, load_E, speed: _bias_step(0 * bias_E, load_E, speed),
+    "the new bias starts from the old one": {"bias_E": 0},
     "away from the median; a fair share is the mean": lambda bias_E, load_E, speed: (
         bias_E + speed * (load_E.median() - load_E).sign()
     ),

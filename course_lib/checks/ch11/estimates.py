@@ -1,7 +1,7 @@
 """Graders of chapter 11, exercises 1 and 2: tokens per second and days; the GPUs that a deadline needs."""
 
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import several
+from course_lib.checks.watch import named, several
 
 DAY_S = 86_400
 
@@ -77,11 +77,6 @@ def _mfu_by_gpus(rng, rises):
     return {n: found[n] for n in rng.sample(list(found), len(found))}
 
 
-def _watch_deadline(answer, mfu_of, flops_per_token, tokens, peak, days):
-    num_gpus = answer(mfu_of, flops_per_token, tokens, peak, days)
-    return {"GPUs": "None" if num_gpus is None else int(num_gpus)}
-
-
 _WRONG_DEADLINE = {
     "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": {"by": lambda n, days: days},
     "the cheapest of all is too late": {"late": False},
@@ -90,4 +85,4 @@ _WRONG_DEADLINE = {
     "the largest number of GPUs is neither the fastest nor the cheapest": {"by": lambda n, days: -n, "late": False},
     "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
 }
-check_deadline = Exercise(deadline, clusters, _WRONG_DEADLINE, _watch_deadline)
+check_deadline = Exercise(deadline, clusters, _WRONG_DEADLINE, named("GPUs", none="None"))

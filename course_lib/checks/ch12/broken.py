@@ -64,10 +64,8 @@ class _Saves(ResumableRun):
 
     def load(self, state):
         super().load(state)
-        if "waiting" in self.parts:
-            self.waiting = list(state["waiting"])
-        if "numbers" in self.parts:
-            self.numbers.set_state(state["numbers"])
+        self.waiting = list(state.get("waiting", []))
+        self.numbers.set_state(state.get("numbers", self.numbers.get_state()))
 
 
 class _DrawsAgain(ResumableRun):
