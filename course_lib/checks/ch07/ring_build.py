@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import Cost, Exercise, fresh_seed, numbers, several
 from course_lib.checks.ch07.context_parallel import merged
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost, several
 from course_lib.comm import all_reduce
 from course_lib.layout import tile
 from course_lib.layout.block_pairs import all_pairs

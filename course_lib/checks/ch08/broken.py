@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import but, fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but, fresh_seed, numbers
 from course_lib.compare.trials import CONFIG
 from course_lib.minimal.one_f_one_b import Neighbours
 from course_lib.model import build

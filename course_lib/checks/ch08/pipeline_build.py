@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.checks import Cost, Exercise, Stops
 from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
 from course_lib.checks.ch08.pipeline_schedules import limited, scheduled
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather_json
 from course_lib.compare.trials import PIPELINE_CONFIG as CONFIG
 from course_lib.compare.trials import one_process, pipeline_micro_batches

@@ -2,8 +2,7 @@
 
 from itertools import combinations
 
-from course_lib.checks.table import Exercise, Stops, pairs
-from course_lib.checks.watch import Cost, agree, several
+from course_lib.checks import Cost, Exercise, Stops, agree, pairs, several
 
 
 # ------------------------------------------------------------------------------------ 1. the bubble

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from course_lib.checks import Cost, Exercise, Stops, agree, fresh_generator, fresh_seed, numbers
 from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
-from course_lib.checks.core import fresh_generator, fresh_seed, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, agree
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves

@@ -2,8 +2,7 @@
 
 from itertools import pairwise
 
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, Stops
 from course_lib.minimal.one_f_one_b import afab, naive, one_f_one_b
 from course_lib.schedules import from_lists, make, problems, simulate
 from course_lib.schedules.simulator import Costs

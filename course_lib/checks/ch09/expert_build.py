@@ -5,9 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, fresh_seed, numbers
 from course_lib.comm import all_gather, all_to_all
 from course_lib.measure import ByteMeter
 from course_lib.minimal.experts import Exchange, by_expert, send_rows

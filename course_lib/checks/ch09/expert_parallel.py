@@ -2,8 +2,7 @@
 
 import torch.distributed as dist
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed, numbers
 from course_lib.comm import all_reduce_
 from course_lib.parallel.expert import expert_groups
 

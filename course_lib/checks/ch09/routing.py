@@ -5,9 +5,7 @@ from itertools import combinations
 
 import torch
 
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, pairs
-from course_lib.checks.watch import agree, result, several
+from course_lib.checks import Exercise, agree, fresh_generator, numbers, pairs, result, several
 from course_lib.model import moe
 
 

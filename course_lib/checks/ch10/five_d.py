@@ -1,7 +1,6 @@
 """Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import named, several
+from course_lib.checks import Exercise, named, several
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, Mesh
 

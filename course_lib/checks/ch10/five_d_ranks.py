@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import but, fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but, fresh_seed, numbers
 from course_lib.comm import all_reduce, all_reduce_
 from course_lib.config import preset
 from course_lib.layout import Layout

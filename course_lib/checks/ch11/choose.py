@@ -6,8 +6,7 @@ from statistics import mean
 
 import numpy as np
 
-from course_lib.checks.core import CheckFailed
-from course_lib.checks.table import Exercise, Stops
+from course_lib.checks import CheckFailed, Exercise, Stops
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out

@@ -1,7 +1,6 @@
 """Graders of chapter 11, exercises 1 and 2: tokens per second and days; the GPUs that a deadline needs."""
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import named, several
+from course_lib.checks import Exercise, named, several
 
 DAY_S = 86_400
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from course_lib import checkpoint, comm
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed
 from course_lib.config import preset
 from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker

@@ -5,8 +5,7 @@ from statistics import mean, median
 
 import torch.distributed as dist
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, named, several
+from course_lib.checks import Each, Exercise, named, several
 from course_lib.comm import all_gather_json
 
 

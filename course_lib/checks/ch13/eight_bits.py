@@ -5,9 +5,7 @@ from functools import partial
 import torch
 
 from course_lib import comm
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks, several
+from course_lib.checks import Each, Exercise, Stops, fresh_generator, numbers, on_ranks, several
 from course_lib.float_formats import FloatFormat
 from course_lib.minimal.eight_bits import E4M3, number_of, quantized, rounded
 

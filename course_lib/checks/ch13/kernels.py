@@ -1,8 +1,6 @@
 """Graders of chapter 13, exercises 1 to 5: bytes of a product, the roofline, a norm and FlashAttention as kernels."""
 
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, several
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, several
 from course_lib.hardware import GPUS
 from course_lib.kernels.language import cdiv, jit, tl
 from course_lib.kernels.traffic import KernelTraffic, new
