@@ -1,20 +1,15 @@
 """Tables of exercise 7: when latency decides and when bandwidth does. Arithmetic alone, no ranks."""
 
 import math
-import random
 from dataclasses import replace
 
 from course_lib.checks.table import Exercise
 from course_lib.hardware import Link
 
 
-def _random_link(rng: random.Random) -> Link:
+def _random_link(rng) -> Link:
     bytes_per_s = rng.uniform(5e9, 500e9)
     return Link("a link", rng.uniform(1e-6, 5e-5), bytes_per_s, 2 * bytes_per_s, "drawn at random", "drawn at random")
-
-
-def _with_both_directions(link: Link) -> Link:
-    return replace(link, bytes_per_s=link.both_directions_bytes_per_s)
 
 
 # ------------------------------------------------------------------------------------ a. the crossover
@@ -32,8 +27,8 @@ _WRONG_CROSSOVER = {
     "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
         lambda world_size, link: link.latency_s * link.bytes_per_s
     ),
-    "this takes both directions of the link; a ring step is bound by one": lambda world_size, link: crossover_bytes(
-        world_size, _with_both_directions(link)
+    "this takes both directions of the link; a ring step is bound by one": (
+        lambda world_size, link: world_size * link.latency_s * link.both_directions_bytes_per_s
     ),
     "the number of steps, 2 (G - 1), stands in both terms and cancels": lambda world_size, link: crossover_bytes(
         2 * (world_size - 1), link
@@ -63,7 +58,7 @@ def _faster_all_reduce(payload_bytes, world_size, link, pieces=None):
     return "ring" if ring_s < _doubling_s(payload_bytes, world_size, link) else "doubling"
 
 
-def _around_the_crossover(rng: random.Random) -> list[tuple[int, int, Link]]:
+def _around_the_crossover(rng):
     cases = []
     for _ in range(150):
         world_size, link = rng.choice([4, 8, 16, 64, 512]), _random_link(rng)
@@ -90,7 +85,7 @@ _WRONG_FASTER = {
         {"pieces": 1},
     ],
     "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
-        _faster_all_reduce(payload_bytes, size, _with_both_directions(link))
+        _faster_all_reduce(payload_bytes, size, replace(link, bytes_per_s=link.both_directions_bytes_per_s))
     ),
     "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
         lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"

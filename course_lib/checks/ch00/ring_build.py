@@ -5,17 +5,17 @@ import math
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import fresh_generator
+from course_lib.checks.ch00.ranks import one_each, swap
 from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, Each, collective
-from course_lib.comm import all_reduce, pass_on, recv, send
+from course_lib.checks.watch import Cost, collective
+from course_lib.comm import all_reduce, pass_on, send
 from course_lib.minimal.ring import all_reduce_through_rank_0
 
 
-def ring(x, group, first=-1, second=0, steps=(1, 1), store="sum", cut=torch.Tensor.tensor_split):
+def ring(x, group, first=-1, second=0, steps=(1, 1), store="sum", cut=torch.Tensor.tensor_split, rest=True):
     """The lesson's ring; an argument is a mistake. Step s sends piece r + first - s, then piece r + second - s."""
     rank, size, total = group.rank(), group.size(), x.clone()
-    pieces = cut(total, size)
+    pieces = cut(total[: None if rest else len(x) // size * size], size)
     for phase, (start, more) in enumerate(zip((first, second), steps, strict=True)):
         for step in range((size - 2 + more) if more else 0):
             mine = pieces[(rank + start - 1 - step) % size]
@@ -31,11 +31,7 @@ def _to_the_left_and_padded(x, group):
     rows = torch.nn.functional.pad(x, (0, -len(x) % size)).view(size, -1).clone()
     for step in range(2 * (size - 1)):
         out = (rank + 2 + step) % size if step < size - 1 else (rank + 2 + step - size) % size
-        arrived = torch.empty_like(rows[0])
-        works = [dist.isend(rows[out].clone(), group=group, group_dst=(rank - 1) % size)]
-        works.append(dist.irecv(arrived, group=group, group_src=(rank + 1) % size))
-        for work in works:
-            work.wait()
+        arrived = swap(rows[out].clone(), (rank - 1) % size, (rank + 1) % size, group)
         into = (out + 1) % size
         rows[into] = rows[into] + arrived if step < size - 1 else arrived
     return rows.flatten()[: len(x)]
@@ -45,18 +41,16 @@ def inputs(rng):
     cases = []
     for size in (4, rng.choice([2, 3])):
         whole = size * rng.randrange(4, 20)
-        for length in (size + 1, size - 1, whole, whole + rng.randrange(1, size)):
-            numbers = [torch.randint(100, (length,), generator=fresh_generator(rng)).double() for _ in range(size)]
-            cases.append((size, Each(1000.0 * (rank + 1) + x for rank, x in enumerate(numbers))))
+        lengths = (size + 1, size - 1, whole, whole + rng.randrange(1, size))
+        cases += [(size, one_each(rng, size, length)) for length in lengths]
     return cases
 
 
 def watch(answer, inputs):
     rank, size = dist.get_rank(), dist.get_world_size()
-    seen = collective(answer, inputs)
+    seen = collective(answer, inputs, leave_out=["messages sent and received"])
     seen["sent to others than neighbours"] = sorted(set(seen.pop("sent to")) - {(rank + 1) % size, (rank - 1) % size})
     sent = seen.pop("bytes sent")
-    del seen["collectives called"]
     padded = 2 * (size - 1) * math.ceil(len(inputs[0]) / size) * 8  # is allowed
     return seen | {"bytes sent": Cost(sent.value, max(0, padded - sent.value))}
 
@@ -67,23 +61,12 @@ def _with_own_piece(x, group):
     return total
 
 
-def without_the_rest(x, group):
-    even = len(x) // group.size() * group.size()
-    return torch.cat([ring(x[:even], group), x[even:]])
-
-
 def whole_tensors(x, group):
     total, held = x.clone(), x
     for _ in range(group.size() - 1):
         held = pass_on(held, x, group)
         total += held
     return total
-
-
-def _all_send_first(x, group):
-    rank, size = group.rank(), group.size()
-    send(x, (rank + 1) % size, group)
-    return recv(x, (rank - 1) % size, group)
 
 
 STARTS = (
@@ -101,10 +84,10 @@ WRONG = {
     "no piece was changed in phase 1: `a = a + b` makes a new tensor, `a += b` writes into the view": {"store": None},
     "this is what phase 1 leaves, one finished piece; in phase 2 finished pieces go around": {"steps": (1, 0)},
     "its own piece is not the sum: phase 1 finishes it in its last step, G - 2": _with_own_piece,
-    "the last elements are not summed; the length does not divide by G, so pad or split": without_the_rest,
+    "the last elements are not summed; the length does not divide by G, so pad or split": {"rest": False},
     "stop after G - 1 steps of each phase": {"steps": (1, 2)},
     "cut the tensor into G pieces, and send one a step": whole_tensors,
-    "nobody receives": Stops(_all_send_first),
+    "nobody receives": Stops(lambda x, group: send(x, (group.rank() + 1) % group.size(), group)),
     "sends only to its neighbours": Stops(all_reduce_through_rank_0),
     "only send and recv": Stops(lambda x, group: all_reduce(x, group)),
     "arguments changed": Stops(lambda x, group: x.copy_(ring(x, group))),

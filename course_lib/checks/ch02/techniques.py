@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.checks.core import fresh_generator, fresh_seed, numbers
-from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Kept
 
 _NO_TARGET = -100
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
-from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import copied
+from course_lib.checks.watch import Kept, copied
 from course_lib.measure import ByteMeter
 
 

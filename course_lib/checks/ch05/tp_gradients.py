@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
-from course_lib.checks.functions import crossed, function
 from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import agree, on_ranks, several
+from course_lib.checks.watch import agree, crossed, function, on_ranks, several
 from course_lib.comm import all_gather, all_reduce
 from course_lib.comm.conjugate import my_piece
 from course_lib.layout.partition import piece_sizes
