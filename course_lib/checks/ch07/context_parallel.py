@@ -55,13 +55,6 @@ def merged(parts, weigh=lambda lses: lses.softmax(0), total=lambda lses: lses.lo
     return (weigh(lses).unsqueeze(-1) * outs).sum(0), total(lses)
 
 
-def _one_by_one(parts):
-    if len(parts) == 1:
-        return parts[0]
-    (out, lse), (part, part_lse) = _one_by_one(parts[:-1]), parts[-1]
-    return out + torch.sigmoid(part_lse - lse).unsqueeze(-1) * (part - out), torch.logaddexp(lse, part_lse)
-
-
 def _parts(rng):
     """Of different weight, in several numbers, with scores near zero and in the thousands."""
     cases, (B, N, q, H) = [], (2, 3, 5, 4)

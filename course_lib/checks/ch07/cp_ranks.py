@@ -156,6 +156,9 @@ def _exchange(answer, B, n, s, H, seed):
     return told | seen
 
 
+_OTHERS = "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?"
+_PLACES = "the right elements in wrong places; where does the dimension of ranks go after all_to_all?"
+_ONE = "one all-to-all, no all-gather"
 WRONG_HEADS = {
     "tokens of the ranks are dealt out one by one; rank 0's come first, all of them": function(
         lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).transpose(2, 3).flatten(2, 3), _back
@@ -168,13 +171,13 @@ WRONG_HEADS = {
     ),
     "still every head of my tokens: nothing was exchanged": function(lambda x, group: x.clone(), _back),
     "pieces were put side by side as heads; they are more tokens": function(partial(_exchanged, cut=1, put=1), _back),
-    "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?": function(
+    _OTHERS: function(
         lambda x, group: (
             all_to_all(x.reshape(group.size(), len(x), -1, *x.shape[2:]), group).movedim(0, 2).flatten(2, 3)
         ),
         _back,
     ),
-    "the right elements in wrong places; where does the dimension of ranks go after all_to_all?": function(
+    _PLACES: function(
         lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).movedim(2, 0).reshape(_in(x, group).shape),
         _back,
     ),
@@ -190,13 +193,8 @@ WRONG_HEADS = {
     "the gradient's numbers are there, but cut into heads the way forward was; cut them by tokens": function(
         _in, lambda grad, group: grad.reshape(len(grad), -1, grad.shape[2] // group.size(), grad.shape[3])
     ),
-    "one all-to-all, no all-gather": Stops(function(lambda x, group: split(join(x, group, 2), group, 1), _back)),
+    _ONE: Stops(function(lambda x, group: split(join(x, group, 2), group, 1), _back)),
 }
-SAYS_HEADS = {
-    "elements of forward": "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?",
-    "forward": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-    "the gradient": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-    "bytes sent forward": "one all-to-all, no all-gather",
-    "bytes sent backward": "one all-to-all, no all-gather",
-}
+SAYS_HEADS = {"elements of forward": _OTHERS, "forward": _PLACES, "the gradient": _PLACES}
+SAYS_HEADS |= {"bytes sent forward": _ONE, "bytes sent backward": _ONE}
 check_heads_for_tokens = Exercise(function(_in, _back), _shapes, WRONG_HEADS, _exchange, SAYS_HEADS, ranks=True)

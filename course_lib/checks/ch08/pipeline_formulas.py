@@ -6,34 +6,27 @@ from course_lib.checks import Cost, Exercise, Stops, agree, pairs, several
 
 
 # ------------------------------------------------------------------------------------ 1. the bubble
-def bubble(p, m, v, waits=None, works=None):
+def bubble(p, m, v, waits=lambda p, v: p - 1):
     """Waiting over working, and over both, in short stages of which a micro-batch has v a rank."""
-    waits, works = waits or p - 1, works or v * m
-    return waits / works, waits / (works + waits)
+    return waits(p, v) / (v * m), waits(p, v) / (v * m + waits(p, v))
 
 
 def pipelines(rng):
-    cases = []
-    for v in (1, rng.choice([2, 3, 4])):
-        p = rng.choice([3, 5, 8, 12])
-        cases.append((p, p * rng.choice([2, 3, 4]), v))
-    return cases
+    return [(p, p * rng.choice([2, 3, 4]), v) for v in (1, rng.choice([2, 3, 4])) for p in rng.choices([3, 5, 8, 12])]
 
 
 _WRONG_BUBBLE = {
     "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
     "v is missing: stages are 1 / v as long": {"v": 1},
-    "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
-        p, m, v, waits=p
-    ),
+    "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": {"waits": lambda p, v: p},
     "of total time: v divides the waiting, and that stands in the denominator too": lambda p, m, v: (
         bubble(p, m, v)[0],
         bubble(p, m, 1)[1] / v,
     ),
     "total time is working and waiting together, so m + p - 1, not m": lambda p, m, v: bubble(p, m, v)[:1] * 2,
-    "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": lambda p, m, v: bubble(
-        p, m, v, waits=p * v - 1
-    ),
+    "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": {
+        "waits": lambda p, v: p * v - 1
+    },
     "the total too has v m short stages, and p - 1 that a rank waits": lambda p, m, v: (
         bubble(p, m, v)[0],
         bubble(p, m, 1)[1],

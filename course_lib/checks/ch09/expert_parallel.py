@@ -68,10 +68,6 @@ def sum_gradients(expert_grads, other_grads, ep_group, expert_dp_group, dp_group
             grad /= divisor
 
 
-def gradients(rng):
-    return [(DP, fresh_seed(rng), rng.randrange(3, 9))]
-
-
 def _watch_gradients(answer, seed, size):
     one, two = numbers(seed + dist.get_rank(), 2, size, 2)
     groups = expert_groups(dist.group.WORLD, EP)
@@ -91,4 +87,6 @@ WRONG_SUMS = {
     "the rest is on all ranks, not only on those with the same experts": {"rest": ("expert_dp", DP)},
     "a mean over the ranks with the same experts; the rest is on all ranks": {"rest": ("expert_dp", DP // EP)},
 }
-check_sum_gradients = Exercise(sum_gradients, gradients, WRONG_SUMS, _watch_gradients, ranks=True)
+check_sum_gradients = Exercise(
+    sum_gradients, lambda rng: [(DP, fresh_seed(rng), rng.randrange(3, 9))], WRONG_SUMS, _watch_gradients, ranks=True
+)

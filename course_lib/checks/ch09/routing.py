@@ -24,11 +24,10 @@ def route(logits_TE, top_k, score, bias_E, choose=None, weigh=None):
 
 
 def logits(rng):
-    cases = []
-    for score in ("softmax", "sigmoid"):
-        generator, experts, k = fresh_generator(rng), rng.randrange(5, 10), rng.choice([2, 3])
-        cases.append((numbers(generator, 60, experts), k, score, 0.3 * numbers(generator, experts)))
-    return cases
+    return [
+        (numbers(rng, 60, experts), rng.choice([2, 3]), score, 0.3 * numbers(rng, experts))
+        for score, experts in zip(("softmax", "sigmoid"), rng.choices(range(5, 10), k=2), strict=True)
+    ]
 
 
 _WRONG_ROUTE = {

@@ -72,10 +72,8 @@ def clusters(rng):
 
 
 _WRONG_FEWER = {
-    "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
-        sequences // (ranks * micro_batch)
-    ),
-    "a micro-batch has several sequences": lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // ranks,
+    "tp and pp ranks share their sequences; divide by dp alone": {"tp": 1, "pp": 1},
+    "a micro-batch has several sequences": {"micro_batch": 1},
     "None is right where the ranks or the sequences do not divide": [
         lambda sequences, ranks, tp, pp, micro_batch: sequences // (max(1, ranks // (tp * pp)) * micro_batch),
         lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
