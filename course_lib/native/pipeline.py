@@ -59,15 +59,7 @@ class Pipeline(nn.Module, Engine):
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         mine = {name: tensor_of(param) for name, param in named_parameters(self)}
-        return put_together(self.config, {n: x for n, x in mine.items() if x is not None}, {}, self.group)
-
-    @property
-    def has_first(self) -> bool:
-        return self.rank_of_stage[0] == self.group.rank()
-
-    @property
-    def has_last(self) -> bool:
-        return self.rank_of_stage[-1] == self.group.rank()
+        return put_together(self.config, mine, {}, self.group)
 
 
 def _ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
@@ -86,15 +78,6 @@ def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) ->
         raise ValueError(f"schedule is {schedule!r}; choose from {', '.join(SCHEDULES)}, and a model that is not tied")
     check_stages(model.config, len(_ranks_of_stages(schedule, group.size(), v)))
     return Pipeline(model, group, schedule, v)
-
-
-def _runner_of(engine: Pipeline, micro_batches: MicroBatches):
-    """The schedule for so many micro-batches of that shape, made once."""
-    x_BS, _ = micro_batches[0]
-    key = len(micro_batches), tuple(x_BS.shape)
-    if key not in engine.runners:
-        engine.runners[key] = _make_runner(engine, *key)
-    return engine.runners[key]
 
 
 def _make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
@@ -150,14 +133,16 @@ def _instructions(actions: list) -> list[str]:
 
 def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
     """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
-
     Raises   what PyTorch raises for micro-batches of different shapes, or too few
     """
     x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
     losses = []
-    inputs = (x_BS,) if engine.has_first else ()
-    outputs = {"target": y_BS, "losses": losses} if engine.has_last else {}
-    _runner_of(engine, micro_batches).step(*inputs, **outputs, return_outputs=False)
+    inputs = (x_BS,) if "0" in engine.stages else ()
+    outputs = {"target": y_BS, "losses": losses} if str(len(engine.rank_of_stage) - 1) in engine.stages else {}
+    key = len(micro_batches), tuple(micro_batches[0][0].shape)
+    if key not in engine.runners:
+        engine.runners[key] = _make_runner(engine, *key)
+    engine.runners[key].step(*inputs, **outputs, return_outputs=False)
     zero = torch.zeros((), dtype=torch.promote_types(engine.dtype, torch.float32), device=engine.device)
     return sum((loss.detach() for loss in losses), zero)
 

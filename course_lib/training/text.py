@@ -39,7 +39,6 @@ def speak(
     seed: Seed = 0,
 ) -> str:
     """The prompt and `num_tokens` more tokens, each drawn from softmax(logits / temperature). No keys are cached.
-
     Raises   ValueError if the prompt is empty: the model needs a token to go on from
     """
     tokens_BS = tokenizer.encode(prompt)[None]
@@ -57,7 +56,6 @@ def speak(
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, tokens_T: Tensor, tokenizer: Tokenizer, seq_len: Size = MOST_TOKENS) -> float:
     """Mean loss in bits for each byte of text, which models with different tokenizers share. What fills no row is left.
-
     Source   Gao et al. 2020 (arXiv:2101.00027), section 3.1
     Raises   ValueError if the text is shorter than one row
     """

@@ -24,7 +24,6 @@ WEIGHTS, PAIRS, HELD_OUT = SINGLE, "pairs.json", "held_out.txt"  # files of the 
 
 def load_base(folder: str | Path = FOLDER) -> tuple[nn.Module, Tokenizer]:
     """The model in FP32, and its tokenizer. Another folder may have weights that were fine-tuned and exported.
-
     Raises   ValueError if a file is missing, damaged, a pickle, or of another model
     """
     if Path(folder) == FOLDER and not (FOLDER / WEIGHTS).exists():

@@ -34,7 +34,6 @@ MAX_PIECE_BYTES = 64 * 2**20  # a piece is written, and read, as one: what a ran
 @dataclass(frozen=True)
 class Place:
     """Where a rank's part of a tensor lies in the whole one: `sizes` numbers from `offsets` on.
-
     writes   False: another rank, of another place in tp or pp, writes the same
     """
 
@@ -59,7 +58,6 @@ class Piece:
 @dataclass(frozen=True)
 class Holding:
     """A tensor of this rank, such as an optimizer updates: the numbers from `start` on of some parts laid end to end.
-
     copy, copies   of the ranks that hold just the same, which one I am, and how many they are
     """
 
