@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.check import FAMILIES
-from course_lib.layout.partition import check_method
+from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
 from course_lib.parallel import engine as engines
@@ -142,7 +142,7 @@ def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_shardi
     one_of("family", config.family, FAMILIES)
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
-    check_method(method)
+    one_of("method", method, CP_METHODS)
     one_of("sequence_sharding", sequence_sharding, SEQUENCE_SHARDINGS)
     if outer < 1 or cp_size % outer:
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
