@@ -1,12 +1,5 @@
 """Checkpoints of an engine of parallel/five_d.py: saved under one layout, loaded under any other.
 
-    save(engine, optimizer, folder, step)                   # all ranks call it; then folder/step-00000120 is complete
-    saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
-    restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
-    load(engine, optimizer, folder, convert=True)           # one of another precision too: bf16 to fp32, or back
-    latest(folder)                                          # where that is, or None
-    wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
-
 What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
 experts; of each rank its random number generators. All of it is in pieces of whole tensors (weights/pieces.py), so that
 a layout is only a way to cut them; checkpoint/files.py makes files of them.

@@ -345,17 +345,13 @@ def build(
         raise ValueError("stage 3 has sharded this model already: its parameters are freed; build it anew")
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
-    if taken := [name for name, param in trainable(model) if _has_engine(param)]:
+    hooks = {name: (param._post_accumulate_grad_hooks or {}).values() for name, param in trainable(model)}
+    owners = {name: [getattr(hook, "__self__", None) for hook in of_param] for name, of_param in hooks.items()}
+    if taken := [name for name, of_param in owners.items() if any(isinstance(one, nn.Module) for one in of_param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
         return ZeroUnits(model, group, allow_unused=allow_unused, grad_dtype=grad_dtype, trace=trace, load=load)
     return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
-
-
-def _has_engine(param: nn.Parameter) -> bool:
-    """Whether an engine's hook, ZeRO's or data parallelism's, takes this parameter's gradient."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return any(isinstance(getattr(hook, "__self__", None), nn.Module) for hook in hooks.values())
 
 
 def whole_tensors(flats: Sequence[FlatShard], tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
