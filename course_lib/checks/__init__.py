@@ -22,6 +22,7 @@ from course_lib.checks.watch import (
     copied,
     crossed,
     function,
+    named,
     on_ranks,
     result,
     several,

@@ -1,7 +1,6 @@
 """Graders of chapter 06, exercises 1, 2 and 6: shapes of regions, bytes kept, the cheapest way that fits."""
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import named
+from course_lib.checks import Exercise, named
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 
