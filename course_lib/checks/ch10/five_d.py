@@ -9,10 +9,7 @@ GB = 10**9
 
 # ------------------------------------------------------------------------------------ 1. who is in which group
 def groups(rank, sizes, ep, order=tuple, data="data", of_ep="ep", expert_dp="expert_dp"):
-    """Its groups by axis. A mistake names another group, or makes one of the mesh, rank, ep, and the ranks of data.
-
-    order   of the axes, outermost first
-    """
+    """Its groups by axis. A mistake orders axes otherwise, names a group, or makes one of mesh, rank, ep, data."""
     mesh = Mesh(**sizes, order=tuple(order(sizes)))
     right = mesh.members(rank, ep)
     believed = {"data": data, "ep": of_ep, "expert_dp": expert_dp}
@@ -184,11 +181,7 @@ check_pp_and_zero3 = Exercise(
 
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
 def _smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False, then=lambda cut, *_: cut):
-    """(tp, pp, dp), powers of two; None if nothing fits.
-
-    Mistakes: sharded of the 16 bytes, pp first, sharded over all GPUs, another end from the cut, GPUs, and those of a
-    node.
-    """
+    """(tp, pp, dp), powers of two, or None. Mistakes: bytes sharded of 16, pp first, sharded over all, another end."""
     cut = 1
     while cut <= gpus:
         tp = 1 if pp_first else min(cut, per_node)

@@ -50,10 +50,7 @@ check_estimate = Exercise(
 
 # ------------------------------------------------------------------------------------ 2. a deadline
 def deadline(mfu_of, flops_per_token, tokens, peak, days, by=lambda n, days: n * days, late=True, anyway=False):
-    """Of those in time the number with fewest GPU hours, or least `by`; None if there is none.
-
-    late     whether those that are too late are left out; anyway: whether one of them is taken where none is in time
-    """
+    """Of those in time the number with fewest GPU hours. Mistakes: least `by`; those too late count, or if none is."""
     needed = {n: tokens * flops_per_token / (n * peak * mfu) / DAY_S for n, mfu in mfu_of.items()}
     in_time = [n for n in needed if needed[n] <= days]
     if not late and in_time:
@@ -72,10 +69,7 @@ def deadlines(rng):
 
 
 def _mfu_by_gpus(rng, rises):
-    """MFU by GPUs; on the largest number it falls so far that the run takes longer than on half of them.
-
-    rises   from 256 to 512 GPUs, as a measured row of the lesson once does
-    """
+    """MFU by GPUs; on most it falls so far that fewer are faster. It may rise once, as a measured row of the lesson."""
     share, found = rng.randrange(40, 46) / 100, {}
     for n in (64, 128, 256, 512):
         found[n] = round(share, 4)
