@@ -97,12 +97,8 @@ def _refresh(names: list[str], stamps: dict[str, int]) -> None:
     new = [name for name in names if name not in sys.modules]
     if new:
         preload(new)
-        teaching = (name for name in sys.modules if name.startswith("course_lib.") and not _is_own(name))
+        teaching = (name for name in sys.modules if name.startswith("course_lib.") and f"{OWN}." not in f"{name}.")
         stamps.update({name: _stamp(name) for name in teaching})
-
-
-def _is_own(name: str) -> bool:
-    return f"{name}.".startswith(f"{OWN}.")
 
 
 def _stamp(name: str) -> int:

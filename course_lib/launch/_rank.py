@@ -45,9 +45,7 @@ _FINISH_S = 0.8  # for a rank's exit functions: less than the notebook waits bef
 
 link = None  # this process's Link to the notebook while it is a rank; None everywhere else
 
-Frame = tuple[
-    str, int, str
-]  # file name, line number, function name: all that the notebook needs to show a line of source
+Frame = tuple[str, int, str]  # file, line, function: all that the notebook needs to show a line of source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +82,11 @@ class Link:
         self.leave = threading.Event()
         self.connection = connection
         self._lock = threading.Lock()
+        threading.Thread(target=self._listen, args=(threading.get_ident(),), name="course-link", daemon=True).start()
 
     def send(self, *message) -> None:
         with self._lock:
             self.connection.send(message)
-
-    def start_listening(self) -> None:
-        threading.Thread(target=self._listen, args=(threading.get_ident(),), name="course-link", daemon=True).start()
 
     def _listen(self, main_thread_id: int) -> None:
         try:
@@ -110,7 +106,6 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
     _groups.adopt_orphans()
     to_notebook = Link(rank, connection)
-    to_notebook.start_listening()
     be_rank(to_notebook, Path(folder), lambda settings: settings, to_notebook.leave.wait)
 
 
@@ -154,7 +149,7 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None])
         value = function(*args)
         seconds = time.perf_counter() - start
         kind = "result"
-        (folder / f"{rank}.result").write_bytes(_dump_result(value))
+        (folder / f"{rank}.result").write_bytes(dump(value, ResultPickler))
         return "done", seconds, peak_memory_bytes("cuda" if torch.cuda.is_initialized() else "cpu")
     except SystemExit as error:
         return "failed", describe(error, "exit" if kind == "exception" else kind)
@@ -301,9 +296,9 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _dump_result(value) -> bytes:
+def dump(value: object, pickler: type[cloudpickle.Pickler]) -> bytes:
     buffer = io.BytesIO()
-    ResultPickler(buffer).dump(value)
+    pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
