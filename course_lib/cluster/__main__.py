@@ -50,9 +50,8 @@ def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
 
 def run_as_script(options: Check | None = None) -> NoReturn:
     """Check, and end this process with the exit code; without options they are read from the command line."""
-    run_script(
-        "course_lib.cluster", lambda: _run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
-    )
+    name = "course_lib.cluster"
+    run_script(name, lambda: _run_check(options or tyro.cli(Check, prog=f"python -m {name}")))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ run.kept_bytes, run.flops, run.timeline.peak_bytes
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -190,15 +190,12 @@ def _held_bytes(trainer, model: nn.Module) -> dict[str, int]:
     masters = [param for group in trainer.optimizer.param_groups for param in group["params"]]
     masters = [master for master in masters if not any(master is param for param in params)]
     states = [tensor for states in trainer.optimizer.state.values() for tensor in tree_leaves(states)]
-    return {
-        "parameters": _nbytes(params + stored),
-        "gradients": _nbytes(param.grad for param in params if param.grad is not None),
-        "optimizer": _nbytes(masters) + _nbytes(state for state in states if torch.is_tensor(state) and state.dim()),
+    kinds = {
+        "parameters": params + stored,
+        "gradients": [param.grad for param in params if param.grad is not None],
+        "optimizer": masters + [state for state in states if torch.is_tensor(state) and state.dim()],
     }
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()}
 
 
 @checked

@@ -134,11 +134,10 @@ def on_ranks(
     trial     one of trials.py: trial(record, program, **options) is called in each rank
     backend   "gloo" keeps the ranks on the CPU
     """
-    where = {"backend": backend, "timeout": _TIME_LIMIT_S, "quiet": backend == "gloo"}
-    return Records(list(launch(_on_a_rank, world_size, trial, program, options, **where)))
 
+    def of_rank() -> Record:
+        record = Record()
+        trial(record, program, **options)
+        return record
 
-def _on_a_rank(trial: Callable, program: Callable, options: dict) -> Record:
-    record = Record()
-    trial(record, program, **options)
-    return record
+    return Records(list(launch(of_rank, world_size, backend=backend, timeout=_TIME_LIMIT_S, quiet=backend == "gloo")))

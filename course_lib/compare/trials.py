@@ -46,6 +46,7 @@ from course_lib.validate import checked
 
 CONFIG = preset("toy")
 SEQUENCES, SEQ_LEN = 12, 32  # the global batch of a step
+Batches = Sequence[tuple[Tensor, Tensor]]  # micro-batches: token ids and targets
 sgd = partial(torch.optim.SGD, lr=0.1)
 adamw = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
 master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
@@ -69,9 +70,7 @@ def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None
 # --- trainers of a whole model
 
 
-def as_trainer(
-    record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> None:
+def as_trainer(record: Record, trainer: type, num_micro_batches: int = 1) -> None:
     """Compare the loss, each gradient, and the parameters after two steps of AdamW; count what a step sends.
 
     A gradient is what a step of SGD took away, which shows a wrong factor that AdamW's first step hides. Each rank
@@ -79,11 +78,11 @@ def as_trainer(
 
     Raises   ValueError if full_parameters() lacks or adds a parameter
     """
-    parts = partial(micro_batches_of_rank, trainer=trainer, sequences=sequences, seq_len=seq_len)
+    parts = [micro_batches_of_rank(step, num_micro_batches, trainer) for step in range(2)]
     before, config = dict(build(config_of(trainer), dtype=torch.float64).named_parameters()), config_of(trainer)
     for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
-        right_loss, model = _rank_0_alone(config, global_batches(steps, sequences, seq_len), make_optimizer)
-        loss, full = trained(trainer, make_optimizer, steps, lambda step: parts(step, num_micro_batches))
+        right_loss, model = _rank_0_alone(config, global_batches(steps), make_optimizer)
+        loss, full = _trained(trainer, make_optimizer, parts[:steps])
         right = dict(model.named_parameters())
         if full.keys() != right.keys():
             raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ right.keys())}; return all")
@@ -93,45 +92,41 @@ def as_trainer(
             for name, param in right.items():
                 record.match(name, before[name] - full[name], before[name] - param)
     record.match("after AdamW", _flat(full), _flat(right))
-    count_bytes(record, trainer, parts(0, num_micro_batches))
+    _count_sent(record, trainer, parts[0])
 
 
-def as_counted_trainer(
-    record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> None:
+def as_counted_trainer(record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES) -> None:
     """Count what is sent in a step and held over the next one, and compare nothing."""
-    parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences, seq_len) for step in range(2)]
-    count_bytes(record, trainer, *parts)
-
-
-def count_bytes(record: Record, trainer: type, *steps: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Count what a trainer sends in its first step, and what it holds in its second, if there is one."""
-    made = trainer(build(config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
-    with record.metered("a step"):
-        made.backward(steps[0])
-        made.update()
-    if len(steps) == 1:
-        return
+    parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences) for step in range(2)]
+    made = _count_sent(record, trainer, parts[0])
     mine = [param for group in made.optimizer.param_groups for param in group["params"]]
     with MemoryTracker(nn.ModuleList([made.model, nn.ParameterList(mine)]), made.optimizer) as tracker:
-        made.backward(steps[1])
+        made.backward(parts[1])
         record.held = tracker.current_by_kind()
         made.update()
     record.timeline = tracker.timeline
 
 
+def _count_sent(record: Record, trainer: type, parts: Batches):
+    made = trainer(build(config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    with record.metered("a step"):
+        made.backward(parts)
+        made.update()
+    return made
+
+
 def micro_batches_of_rank(
     step: int, num_micro_batches: int, trainer: object = None, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> list[tuple[Tensor, Tensor]]:
+) -> Batches:
     """Return this rank's sequences of the global batch of a step: all of them where the trainer has `same_tokens`."""
     rank, size = (0, 1) if getattr(trainer, "same_tokens", False) else (dist.get_rank(), dist.get_world_size())
     mine = batch(tokens(100_000), step, sequences, seq_len, dp_rank=rank, dp_size=size)
     return micro_batches(*mine, num_micro_batches)
 
 
-def global_batches(steps: int, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN) -> list[list[tuple[Tensor, Tensor]]]:
+def global_batches(steps: int) -> list[Batches]:
     """Return the global batch of each step, as one micro-batch."""
-    return [[batch(tokens(100_000), step, sequences, seq_len)] for step in range(steps)]
+    return [[batch(tokens(100_000), step, SEQUENCES, SEQ_LEN)] for step in range(steps)]
 
 
 def config_of(trainer: type) -> ModelConfig:
@@ -139,55 +134,42 @@ def config_of(trainer: type) -> ModelConfig:
     return getattr(trainer, "config", CONFIG)
 
 
-def trained(
-    trainer: type, make_optimizer: Callable, steps: int, parts_of_step: Callable
-) -> tuple[Tensor | None, dict[str, Tensor]]:
+def _trained(trainer: type, make_optimizer: Callable, steps: Sequence[Batches]) -> tuple[Tensor | None, dict]:
     """Train in float64; return the first loss, of a trainer that has one, and all parameters at the end."""
     made = trainer(build(config_of(trainer), dtype=torch.float64), make_optimizer, dist.group.WORLD)
-    loss, parts = None, parts_of_step(0)
+    loss = None
     if hasattr(made, "loss"):
         with torch.no_grad():
-            loss = sum(made.loss(*part) for part in parts) / len(parts)
-    for step in range(steps):
-        made.backward(parts_of_step(step))
+            loss = sum(made.loss(*part) for part in steps[0]) / len(steps[0])
+    for parts in steps:
+        made.backward(parts)
         made.update()
     return loss, made.full_parameters()
 
 
-def one_process(
-    config: ModelConfig, steps: Sequence[Sequence[tuple[Tensor, Tensor]]], make_optimizer: Callable = sgd
+def _rank_0_alone(
+    config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd
 ) -> tuple[Tensor, nn.Module]:
-    """Train on equally large micro-batches of each step without ranks, in float64; return the first loss and the model.
+    """Train rank 0 alone on equally large micro-batches, in float64; every rank receives the first loss and the model.
 
     The model keeps the mean gradients of the last step.
     """
-    model, losses = build(config, dtype=torch.float64), []
+    model, first_loss = build(config, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=rank_device())
     optimizer = make_optimizer(model.parameters())
-    for parts in steps:
+    for step, parts in enumerate(steps if dist.get_rank() == 0 else ()):
         optimizer.zero_grad()
-        losses.append(torch.zeros((), dtype=torch.float64, device=rank_device()))
         for x_BS, y_BS in parts:
             loss = loss_of(model, x_BS, y_BS) / len(parts)
             loss.backward()
-            losses[-1] += loss.detach()
+            first_loss += loss.detach() * (step == 0)
         optimizer.step()
-    return losses[0], model
-
-
-def _rank_0_alone(
-    config: ModelConfig, steps: Sequence[Sequence[tuple[Tensor, Tensor]]], make_optimizer: Callable = sgd
-) -> tuple[Tensor, nn.Module]:
-    """Return what one_process returns, computed once: rank 0 trains, and every rank receives its numbers."""
-    if dist.get_rank() == 0:
-        loss, model = one_process(config, steps, make_optimizer)
-    else:
-        loss, model = torch.zeros((), dtype=torch.float64, device=rank_device()), build(config, dtype=torch.float64)
-        for param in model.parameters():
-            param.grad = torch.empty_like(param)
-    tensors = [loss, *model.parameters(), *(param.grad for param in model.parameters())]
+    grads = [torch.empty_like(param) if param.grad is None else param.grad for param in model.parameters()]
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+    tensors = [first_loss, *model.parameters(), *grads]
     flat = nn.utils.parameters_to_vector(tensors).detach()
     nn.utils.vector_to_parameters(comm.broadcast(flat, 0, dist.group.WORLD), tensors)
-    return loss, model
+    return first_loss, model
 
 
 def gradient_lengths(record: Record) -> dict[str, tuple[float, float]]:
@@ -408,7 +390,7 @@ def as_pipeline(record: Record, rank_class: Callable, lists: Sequence[Sequence[s
     record.kept = round(peaks[2] / peaks[1])
 
 
-def pipeline_micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+def pipeline_micro_batches(count: int) -> Batches:
     """Return the micro-batches of a step, which all ranks have."""
     return [batch(tokens(100_000), index, PIPELINE_SEQUENCES, PIPELINE_SEQ_LEN) for index in range(count)]
 
@@ -485,10 +467,9 @@ def as_experts(record: Record, layer: Callable, favourites: Sequence[int] = (), 
         mine(x_TD).square().sum().backward()
     y_all.square().sum().backward()
     router, right = mine.router.weight.grad, dict(whole.experts.named_parameters())
+    router = None if router is None else comm.all_reduce(router, group)
     record.match_gradient("tokens", x_TD.grad, x_all.grad.chunk(group.size())[rank])
-    record.match_gradient(
-        "router", None if router is None else comm.all_reduce(router, group), whole.router.weight.grad
-    )
+    record.match_gradient("router", router, whole.router.weight.grad)
     pairs = [(param.grad, right[name].grad) for name, param in mine.experts.named_parameters()]
     got, wanted = zip(*((torch.zeros_like(b) if a is None else a, b) for a, b in pairs), strict=True)
     record.match("experts", *(torch.cat([x.flatten() for x in tensors]) for tensors in (got, wanted)))
@@ -543,7 +524,7 @@ def as_rule_of_sums(record: Record, axes_of: Callable, layout: str, steps: int =
         optimizer.zero_grad()
 
 
-def _rows_of(layout: Layout, dp_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
+def _rows_of(layout: Layout, dp_rank: int, step: int) -> Batches:
     """This dp rank's micro-batches of one sequence; the global batch is the same for every layout of as many."""
     x_BS, y_BS = batch(tokens(100_000), step, layout.sequences_per_step, _AXES_SEQ_LEN)
     rows = [layout.dp * index + dp_rank for index in range(layout.micro_batches)]

@@ -34,11 +34,15 @@ _HOW = {  # by Failure.kind
 }
 STOPPED = "stood still: a signal (SIGSTOP) or a debugger has stopped it"
 NOT_MET = "had not met all other ranks"
-_NOT_BEGUN = """The function had not begun: ranks could not connect to each other. It is not to blame;
-another process may hold their connections, or a firewall or a debugger may stop them."""
-_HANGING = """Do all ranks call the same collectives, in the same order, with the same shapes and dtypes?
-os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.
-If the work takes longer, pass a larger timeout=."""
+_NOT_BEGUN = (
+    "The function had not begun: ranks could not connect to each other. It is not to blame;",
+    "another process may hold their connections, or a firewall or a debugger may stop them.",
+)
+_HANGING = (
+    "Do all ranks call the same collectives, in the same order, with the same shapes and dtypes?",
+    'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.',
+    "If the work takes longer, pass a larger timeout=.",
+)
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 
@@ -92,14 +96,12 @@ def first_failure(failures: dict[int, Failure]) -> int:
     return min(failures, key=lambda rank: (is_secondary(failures[rank]), failures[rank].when))
 
 
-def failure_text(
-    rank: int, world_size: int, failures: dict[int, Failure], places: dict[int, str], stderr: str, nodes: dict[int, str]
-) -> str:
+def failure_text(rank: int, world_size: int, watch, stderr: str) -> str:
     """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
+    failures, nodes = watch.failures, watch.nodes
     failure = failures[rank]
-    parts = [
-        f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_HOW.get(failure.kind) or _death(failure.exit_code)}"
-    ]
+    how = _HOW.get(failure.kind) or _death(failure.exit_code)
+    parts = [f"rank {rank} of {world_size}{_on_node(rank, nodes)} {how}"]
     for frames, text in failure.chain:
         shown = format_frames(frames)
         parts.append(shown + text if text else shown.rstrip("\n"))
@@ -107,9 +109,10 @@ def failure_text(
         last_lines = ["  " + line[:500] for line in stderr.strip().splitlines()[-8:]]
         parts.append("\n".join(["the last that it wrote to stderr:", *last_lines]))
     if echoes := [str(other) for other in sorted(failures) if other != rank]:
-        ranks = f"rank{'s' * (len(echoes) > 1)} {', '.join(echoes)}"
-        parts.append(f"{ranks} failed too, at the same time or because of it")
-    parts += place_lines(places, nodes)
+        parts.append(
+            f"rank{'s' if len(echoes) > 1 else ''} {', '.join(echoes)} failed too, at the same time or because of it"
+        )
+    parts += place_lines(watch.places, nodes)
     return "\n".join(part for part in parts if part)
 
 
@@ -124,12 +127,12 @@ def _on_node(rank: int, nodes: dict[int, str]) -> str:
     return f" on {nodes[rank]}" if rank in nodes else ""
 
 
-def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: dict[int, str]) -> str:
+def hang_text(world_size: int, timeout: float, watch) -> str:
     what = (
         f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
     )
-    has_begun = not any(place.startswith(NOT_MET) for place in places.values())
-    return "\n".join([what, *place_lines(places, nodes), _HANGING if has_begun else _NOT_BEGUN])
+    has_begun = not any(place.startswith(NOT_MET) for place in watch.places.values())
+    return "\n".join([what, *place_lines(watch.places, watch.nodes), *(_HANGING if has_begun else _NOT_BEGUN)])
 
 
 def _death(code: int | None) -> str:

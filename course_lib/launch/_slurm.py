@@ -48,16 +48,25 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Slurm:
-    """The allocation that `launch(..., where=Slurm(...))` asks for."""
+    """The allocation that `launch(..., where=Slurm(...))` asks for.
+
+    nodes, ntasks_per_node   ranks are their product
+    partition, account       as your cluster names them; None: its defaults
+    gpus_per_node            as many as ntasks_per_node: a GPU for each rank, and NCCL; 0: none, ranks use gloo
+    time_min                 minutes after which Slurm ends the job, whatever it does
+    options                  more of sbatch's, by their long names: {"mem": "8G", "exclusive": True}
+    folder                   seen under this path by this machine and by all nodes; for each launch a folder of mode 700
+                             is made in it and removed again
+    """
 
     nodes: Size = 2
-    ntasks_per_node: Size = 2  # ranks are the product of the two
-    partition: str | None = None  # as your cluster names it, like the account; None: its default
-    gpus_per_node: Count = 0  # as many as ntasks_per_node: a GPU for each rank, and NCCL; 0: none, ranks use gloo
-    time_min: Size = 10  # minutes after which Slurm ends the job, whatever it does
+    ntasks_per_node: Size = 2
+    partition: str | None = None
+    gpus_per_node: Count = 0
+    time_min: Size = 10
     account: str | None = None
-    options: dict[str, str | int | bool] = field(default_factory=dict)  # of sbatch: {"mem": "8G", "exclusive": True}
-    folder: str = "~/.cache/course_lib/slurm"  # this path on all nodes: each launch makes a folder of mode 700 in it
+    options: dict[str, str | int | bool] = field(default_factory=dict)
+    folder: str = "~/.cache/course_lib/slurm"
 
     def __post_init__(self):
         check_fields(self)

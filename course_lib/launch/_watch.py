@@ -84,8 +84,8 @@ class Watch:
             self._listen(0.05)
         for rank in asked:
             if rank not in self.places and rank not in self.failures:
-                frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
-                self.places[rank] = _failures.STOPPED if self._is_stopped(rank) else _failures.describe_place(frames)
+                place = _failures.describe_place(self._last_frames(rank))
+                self.places[rank] = _failures.STOPPED if self._is_stopped(rank) else place
             if rank in self.places and rank not in self.joined:
                 self.places[rank] = f"{_failures.NOT_MET} and {self.places[rank]}"
         for rank in self.done:
@@ -148,12 +148,16 @@ class Watch:
         self._living.pop(rank)
         self._hear(rank)
         if rank not in self.done and rank not in self.failures:
-            frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
+            frames = self._last_frames(rank)
             if self._asking and code == -signal.SIGSEGV:
                 # Reading the frames of running Python can crash: the question did that, and no fault of the rank.
                 self.places[rank] = _failures.describe_place(frames)
             else:
                 self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
+
+    def _last_frames(self, rank: int) -> list:
+        """What faulthandler wrote of a rank that could say nothing itself."""
+        return _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
 
     def _fail(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
@@ -219,9 +223,7 @@ def split_lines(text: str) -> list[str]:
 def _show_lines(rank: int, lines: list[str], stream) -> None:
     if not lines:
         return
-    shown = [
-        line if len(line) <= _MAX_SHOWN_CHARS else line[:_MAX_SHOWN_CHARS] + " ..." for line in lines[:_MAX_SHOWN_LINES]
-    ]
+    shown = [line[:_MAX_SHOWN_CHARS] + " ..." * (len(line) > _MAX_SHOWN_CHARS) for line in lines[:_MAX_SHOWN_LINES]]
     if len(lines) > _MAX_SHOWN_LINES:
         shown.append(f"... {len(lines) - _MAX_SHOWN_LINES:,} more lines")
     stream.write("".join(f"[rank {rank}] {line}\n" for line in shown))

@@ -278,14 +278,12 @@ def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Wa
 
 
 def _raise_if_failed(world_size: int, timeout: float, watch: Watch, output: Output) -> None:
-    failures, places, nodes = watch.failures, watch.places, watch.nodes
-    if failures:
-        rank = _failures.first_failure(failures)
-        stderr = "\n".join(output.lines(rank, "err"))
-        text = _failures.failure_text(rank, world_size, failures, places, stderr, nodes)
-        raise RankError(text, rank, nodes.get(rank))
-    if places:
-        raise RankError(_failures.hang_text(world_size, timeout, places, nodes))
+    if watch.failures:
+        rank = _failures.first_failure(watch.failures)
+        text = _failures.failure_text(rank, world_size, watch, "\n".join(output.lines(rank, "err")))
+        raise RankError(text, rank, watch.nodes.get(rank))
+    if watch.places:
+        raise RankError(_failures.hang_text(world_size, timeout, watch))
 
 
 def _settings(world_size: int, timeout: float, backend: str, threads: int) -> _rank.Settings:
@@ -299,8 +297,6 @@ def _load_result(folder: Path, rank: int):
     try:
         return cloudpickle.loads((folder / f"{rank}.result").read_bytes())
     except Exception as error:  # unpickling runs code of any class, which may raise anything
-        raise RankError(
-            f"rank {rank} returned something that cannot be rebuilt in the notebook ({type(error).__name__}: {error}); "
-            "return numbers, tensors, or lists, dicts and dataclasses of them",
-            rank,
-        ) from error
+        kind = type(error).__name__
+        text = f"rank {rank} returned something that cannot be rebuilt in the notebook ({kind}: {error})"
+        raise RankError(text + "; return numbers, tensors, or lists, dicts and dataclasses of them", rank) from error

@@ -238,9 +238,8 @@ def make(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> Schedule:
     Raises   ValueError for an unknown name, or sizes that the schedule cannot have
     """
     check_request(name, pp, num_micro_batches, v)
-    return (
-        interleaved_1f1b(pp, num_micro_batches, v) if name == "interleaved" else SCHEDULES[name](pp, num_micro_batches)
-    )
+    sizes = (pp, num_micro_batches, v) if name == "interleaved" else (pp, num_micro_batches)
+    return SCHEDULES[name](*sizes)
 
 
 @checked

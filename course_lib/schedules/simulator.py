@@ -9,7 +9,7 @@ transfer between ranks takes transfer_s, during which both compute on; transfers
 """
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -38,37 +38,22 @@ class Costs(Checked):
 
     def seconds(self, instruction: Instruction) -> float:
         """What the instruction takes."""
-        stage = instruction.stage
-        if instruction.op == "F":
-            return _of_stage(self.forward_s, stage)
-        if instruction.op == "I":
-            return _of_stage(self.input_backward_s, stage)
-        if instruction.op == "W":
-            return _of_stage(self.weight_backward_s, stage)
-        return _of_stage(self.input_backward_s, stage) + _of_stage(self.weight_backward_s, stage)
+        parts = {"F": [self.forward_s], "I": [self.input_backward_s], "W": [self.weight_backward_s]}
+        parts["B"] = parts["I"] + parts["W"]
+        return sum(_of_stage(part, instruction.stage) for part in parts[instruction.op])
 
     def check(self, num_stages: int) -> None:
         """Raises ValueError for no work at all, or a list of the wrong length."""
-        for name, length in (
-            ("forward_s", num_stages),
-            ("input_backward_s", num_stages),
-            ("weight_backward_s", num_stages),
-            ("transfer_s", num_stages - 1),
-        ):
-            value = getattr(self, name)
-            if _is_per_stage(value) and len(value) != length:
+        for name in ("forward_s", "input_backward_s", "weight_backward_s", "transfer_s"):
+            value, length = getattr(self, name), num_stages - (name == "transfer_s")
+            if isinstance(value, Sequence) and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} values, but {length} are needed; give those, or one number")
-        each = self.forward_s, self.input_backward_s, self.weight_backward_s
-        if not any(seconds > 0 for value in each for seconds in (value if _is_per_stage(value) else [value])):
+        if not any(self.seconds(Instruction(op, 0, stage)) > 0 for op in "FB" for stage in range(num_stages)):
             raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
 
 
-def _is_per_stage(value: _PerStage) -> bool:
-    return isinstance(value, Sequence)
-
-
 def _of_stage(value: _PerStage, stage: int) -> float:
-    return value[stage] if _is_per_stage(value) else value
+    return value[stage] if isinstance(value, Sequence) else value
 
 
 @dataclass(frozen=True)
@@ -248,10 +233,15 @@ def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple, tuple]]:
     order, _ = runnable_order(schedule, joint)
     place_of = {one: place for place in reversed(range(len(order))) for one in order[place][1]}  # its first, if twice
     _check_all_ran(schedule, place_of)
-    return [
-        (rank, tuple((one.op, one.stage) for one in group), tuple(_awaited(group, schedule, place_of)))
-        for rank, group in order
-    ]
+    rank_of_stage, steps = schedule.rank_of_stage, []
+    for rank, group in order:
+        awaited = []
+        for one in group:
+            for need in (need for need in schedule.needed[one] if need not in group):
+                same_rank = rank_of_stage[need.stage] == rank_of_stage[one.stage]
+                awaited.append((place_of[need], -1 if same_rank else min(need.stage, one.stage)))
+        steps.append((rank, tuple((one.op, one.stage) for one in group), tuple(awaited)))
+    return steps
 
 
 def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
@@ -263,17 +253,6 @@ def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
             f"with pair_s the pairs run as one, but these wait for themselves or for each other: {', '.join(stuck)}; "
             "take one out of the schedule's pairs, or leave pair_s out"
         )
-
-
-def _awaited(
-    group: Sequence[Instruction], schedule: Schedule, place_of: dict[Instruction, int]
-) -> Iterator[tuple[int, int]]:
-    rank_of_stage = schedule.rank_of_stage
-    for instruction in group:
-        for need in schedule.needed[instruction]:
-            if need not in group:
-                same_rank = rank_of_stage[need.stage] == rank_of_stage[instruction.stage]
-                yield place_of[need], -1 if same_rank else min(need.stage, instruction.stage)
 
 
 # --- text
@@ -303,10 +282,8 @@ def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
             line[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
     width = max(len(cell) for line in chart for cell in line)
     digits = len(str(len(chart) - 1))
-    return "\n".join(
-        f"rank {rank:>{digits}}  " + " ".join(cell.ljust(width) for cell in line).rstrip()
-        for rank, line in enumerate(chart)
-    )
+    lines = [" ".join(cell.ljust(width) for cell in line).rstrip() for line in chart]
+    return "\n".join(f"rank {rank:>{digits}}  {line}" for rank, line in enumerate(lines))
 
 
 def _slot(seconds: float, slot_s: float) -> int:
