@@ -82,7 +82,7 @@ def measure(probe: Probe) -> dict:
         "host": host_name(),
         "ranks_per_node": of_node,
         "message_bytes": probe.message_bytes,
-        "device": torch.cuda.get_device_name(rank_device()) if rank_device().type == "cuda" else "cpu",
+        "device": device_name(),
         "backend": dist.get_backend(),
         "versions": versions(),
         "folder": _see_shared_folder(probe.folder),
@@ -101,6 +101,11 @@ def measure(probe: Probe) -> dict:
 def host_name() -> str:
     """The node as Slurm names it, otherwise as it names itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def device_name() -> str:
+    device = rank_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def versions() -> dict[str, str]:

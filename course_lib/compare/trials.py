@@ -78,11 +78,11 @@ def as_trainer(record: Record, trainer: type, num_micro_batches: int = 1) -> Non
 
     Raises   ValueError if full_parameters() lacks or adds a parameter
     """
-    parts = [micro_batches_of_rank(step, num_micro_batches, trainer) for step in range(2)]
+    parts = partial(micro_batches_of_rank, num_micro_batches=num_micro_batches, trainer=trainer)
     before, config = dict(build(config_of(trainer), dtype=torch.float64).named_parameters()), config_of(trainer)
     for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
         right_loss, model = _rank_0_alone(config, global_batches(steps), make_optimizer)
-        loss, full = _trained(trainer, make_optimizer, parts[:steps])
+        loss, full = trained(trainer, make_optimizer, steps, parts)
         right = dict(model.named_parameters())
         if full.keys() != right.keys():
             raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ right.keys())}; return all")
@@ -92,27 +92,29 @@ def as_trainer(record: Record, trainer: type, num_micro_batches: int = 1) -> Non
             for name, param in right.items():
                 record.match(name, before[name] - full[name], before[name] - param)
     record.match("after AdamW", _flat(full), _flat(right))
-    _count_sent(record, trainer, parts[0])
+    count_bytes(record, trainer, parts(0))
 
 
 def as_counted_trainer(record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES) -> None:
     """Count what is sent in a step and held over the next one, and compare nothing."""
     parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences) for step in range(2)]
-    made = _count_sent(record, trainer, parts[0])
+    count_bytes(record, trainer, *parts)
+
+
+def count_bytes(record: Record, trainer: type, *steps: Batches) -> None:
+    """Count what a trainer sends in its first step, and what it holds in its second, if there is one."""
+    made = trainer(build(config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    with record.metered("a step"):
+        made.backward(steps[0])
+        made.update()
+    if len(steps) == 1:
+        return
     mine = [param for group in made.optimizer.param_groups for param in group["params"]]
     with MemoryTracker(nn.ModuleList([made.model, nn.ParameterList(mine)]), made.optimizer) as tracker:
-        made.backward(parts[1])
+        made.backward(steps[1])
         record.held = tracker.current_by_kind()
         made.update()
     record.timeline = tracker.timeline
-
-
-def _count_sent(record: Record, trainer: type, parts: Batches):
-    made = trainer(build(config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
-    with record.metered("a step"):
-        made.backward(parts)
-        made.update()
-    return made
 
 
 def micro_batches_of_rank(
@@ -134,42 +136,49 @@ def config_of(trainer: type) -> ModelConfig:
     return getattr(trainer, "config", CONFIG)
 
 
-def _trained(trainer: type, make_optimizer: Callable, steps: Sequence[Batches]) -> tuple[Tensor | None, dict]:
+def trained(trainer: type, make_optimizer: Callable, steps: int, parts_of_step: Callable) -> tuple[Tensor | None, dict]:
     """Train in float64; return the first loss, of a trainer that has one, and all parameters at the end."""
     made = trainer(build(config_of(trainer), dtype=torch.float64), make_optimizer, dist.group.WORLD)
-    loss = None
+    loss, parts = None, parts_of_step(0)
     if hasattr(made, "loss"):
         with torch.no_grad():
-            loss = sum(made.loss(*part) for part in steps[0]) / len(steps[0])
-    for parts in steps:
-        made.backward(parts)
+            loss = sum(made.loss(*part) for part in parts) / len(parts)
+    for step in range(steps):
+        made.backward(parts_of_step(step))
         made.update()
     return loss, made.full_parameters()
 
 
-def _rank_0_alone(
-    config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd
-) -> tuple[Tensor, nn.Module]:
-    """Train rank 0 alone on equally large micro-batches, in float64; every rank receives the first loss and the model.
+Trained = tuple[Tensor, nn.Module]  # the first loss, and the model with the mean gradients of the last step
 
-    The model keeps the mean gradients of the last step.
-    """
-    model, first_loss = build(config, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=rank_device())
+
+def one_process(config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd) -> Trained:
+    """Train on equally large micro-batches of each step without ranks, in float64."""
+    model, losses = build(config, dtype=torch.float64), []
     optimizer = make_optimizer(model.parameters())
-    for step, parts in enumerate(steps if dist.get_rank() == 0 else ()):
+    for parts in steps:
         optimizer.zero_grad()
+        losses.append(torch.zeros((), dtype=torch.float64, device=rank_device()))
         for x_BS, y_BS in parts:
             loss = loss_of(model, x_BS, y_BS) / len(parts)
             loss.backward()
-            first_loss += loss.detach() * (step == 0)
+            losses[-1] += loss.detach()
         optimizer.step()
-    grads = [torch.empty_like(param) if param.grad is None else param.grad for param in model.parameters()]
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        param.grad = grad
-    tensors = [first_loss, *model.parameters(), *grads]
+    return losses[0], model
+
+
+def _rank_0_alone(config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd) -> Trained:
+    """Return what one_process returns, computed once: rank 0 trains, and every rank receives its numbers."""
+    if dist.get_rank() == 0:
+        loss, model = one_process(config, steps, make_optimizer)
+    else:
+        loss, model = torch.zeros((), dtype=torch.float64, device=rank_device()), build(config, dtype=torch.float64)
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+    tensors = [loss, *model.parameters(), *(param.grad for param in model.parameters())]
     flat = nn.utils.parameters_to_vector(tensors).detach()
     nn.utils.vector_to_parameters(comm.broadcast(flat, 0, dist.group.WORLD), tensors)
-    return first_loss, model
+    return loss, model
 
 
 def gradient_lengths(record: Record) -> dict[str, tuple[float, float]]:
