@@ -7,6 +7,7 @@ import json
 import os
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -39,8 +40,6 @@ def _run_check(options: Check) -> int:
 
 def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
     """The links that this machine's GPUs should have; None on a CPU, whose loopback no table has."""
-    import torch
-
     if rank_device().type != "cuda" or between is None:
         return None
     properties = torch.cuda.get_device_properties(rank_device())

@@ -96,8 +96,6 @@ def measure(probe: Probe) -> dict:
 
 
 # --- what is here
-
-
 def host_name() -> str:
     """The node as Slurm names it, otherwise as it names itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -123,8 +121,6 @@ def versions() -> dict[str, str]:
 
 
 # --- computing
-
-
 def _compute_seconds(probe: Probe) -> list[float]:
     """Of one multiplication of two matrices, all ranks at once: in BF16 on a GPU, in FP32 on the CPU."""
     device = rank_device()
@@ -152,8 +148,6 @@ def timed(work: Callable[[], object], rounds: int, group: dist.ProcessGroup | No
 
 
 # --- collectives and links
-
-
 def _collective_seconds(group: dist.ProcessGroup, probe: Probe) -> dict:
     """Seconds of each collective of one group, round by round; payloads as timing/collectives.py counts."""
     size = group.size()
@@ -221,8 +215,6 @@ def there_and_back(x: torch.Tensor, low: int, high: int) -> None:
 
 
 # --- clocks and folders
-
-
 def now() -> float:
     return time.time()
 

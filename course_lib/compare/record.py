@@ -12,7 +12,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -91,17 +91,8 @@ class Record:
             self.calls[collective] = self.calls.get(collective, 0) + count
 
 
-@dataclass(frozen=True)
-class Records(Sequence):
+class Records(list[Record]):
     """The records of all ranks: run[0] is that of rank 0."""
-
-    ranks: list[Record]
-
-    def __getitem__(self, rank: int) -> Record:
-        return self.ranks[rank]
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
     @property
     def difference(self) -> float:
@@ -140,4 +131,4 @@ def on_ranks(
         trial(record, program, **options)
         return record
 
-    return Records(list(launch(of_rank, world_size, backend=backend, timeout=_TIME_LIMIT_S, quiet=backend == "gloo")))
+    return Records(launch(of_rank, world_size, backend=backend, timeout=_TIME_LIMIT_S, quiet=backend == "gloo"))

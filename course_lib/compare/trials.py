@@ -53,8 +53,6 @@ master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0
 
 
 # --- all-reduces
-
-
 def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None:
     """Compare with the sum that one process computes, and that the input stayed; count bytes of float32."""
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -68,8 +66,6 @@ def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None
 
 
 # --- trainers of a whole model
-
-
 def as_trainer(record: Record, trainer: type, num_micro_batches: int = 1) -> None:
     """Compare the loss, each gradient, and the parameters after two steps of AdamW; count what a step sends.
 
@@ -448,8 +444,6 @@ def _timed(worker) -> list[tuple[float, float]]:
 
 
 # --- experts
-
-
 def as_experts(record: Record, layer: Callable, favourites: Sequence[int] = (), backward: bool = True) -> None:
     """Compare outputs, and gradients of the sum of squares of all ranks' outputs.
 

@@ -155,12 +155,11 @@ def _death(code: int | None) -> str:
 
 def format_frames(frames: list[Frame]) -> str:
     """Frames as Python shows them; those of notebook cells begin with `Cell`."""
-    summaries = []
-    for file, line, name in frames:
+    files = {file for file, _, _ in frames}
+    for file in files:
         linecache.checkcache(file)
-        summaries.append(traceback.FrameSummary(file, line, name))
-    text = "".join(traceback.StackSummary.from_list(summaries).format())
-    for file in {frame[0] for frame in frames}:
+    text = "".join(traceback.StackSummary.from_list([traceback.FrameSummary(*frame) for frame in frames]).format())
+    for file in files:
         text = text.replace(f'File "{file}"', _cell_name(file) or f'File "{file}"')
     return text
 

@@ -107,10 +107,8 @@ def _stamp(name: str) -> int:
     return os.stat(file).st_mtime_ns if file and os.path.exists(file) else 0
 
 
-def _start_world(
-    folder: str, world_size: int, descriptors: list[int], worlds: dict, inherited: list[int]
-) -> list | str:
-    """Fork the ranks of one launch: their pids, or a text that says what failed."""
+def _start_world(folder: str, world_size: int, descriptors: list[int], worlds: dict, inherited: list[int]):
+    """Fork the ranks of one launch: the list of their pids, or a text that says what failed."""
     ranks = worlds.setdefault(folder, {})
     try:
         for rank in range(world_size):

@@ -26,6 +26,7 @@ import types
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -161,7 +162,7 @@ def _prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     """Make this process look like the cell's: its environment, folder and import path; its output goes to files."""
     os.environ.clear()
     os.environ.update(settings.environment)
-    os.environ.update(settings.variables or _rank_environment(rank, settings.world_size, settings.threads))
+    os.environ.update(settings.variables or _rank_environment(str(rank), str(settings.world_size), settings.threads))
     if os.path.isdir(settings.directory):
         os.chdir(settings.directory)
     dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG at its import, maybe before it was set
@@ -180,19 +181,12 @@ def _prepare_process(rank: int, settings: Settings, folder: Path) -> None:
         sys.modules["numpy"].random.seed()  # forked ranks would all draw the same "random" numbers
 
 
-def _rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]:
-    """The variables that torchrun sets too, and loopback as the only network."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": loopback_interface(sys.platform),
-        "NCCL_SOCKET_IFNAME": loopback_interface(sys.platform),
-        "MASTER_ADDR": "127.0.0.1",
-        "MPLBACKEND": "Agg",  # a rank has no cell to draw in
-    }
+def _rank_environment(rank: str, world_size: str, threads: int) -> dict[str, str]:
+    """The variables that torchrun sets too, and loopback as the only network. A rank has no cell to draw in."""
+    loopback = loopback_interface(sys.platform)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    network = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "MASTER_ADDR": "127.0.0.1"}
+    return {**places, **network, "OMP_NUM_THREADS": str(threads), "MPLBACKEND": "Agg"}
 
 
 def loopback_interface(platform: str) -> str:
@@ -206,8 +200,8 @@ def _redirect_output(rank: int, folder: Path) -> None:
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+    as_text = partial(open, mode="w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
+    sys.stdout, sys.stderr = as_text(1), as_text(2)
 
 
 def _flush_output() -> None:

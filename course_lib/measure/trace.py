@@ -79,8 +79,6 @@ class RankSeconds:
 
 
 # --- record
-
-
 def calls_of(step: Callable[[], object], axes: Mapping[str, Sequence[dist.ProcessGroup]]) -> dict:
     """Run a step; return its `calls` in order, each [axis, collective, bytes sent], and `axis_of_group`.
 
@@ -107,8 +105,6 @@ def trace_step(path: str | Path, step: Callable[[], object], calls: Mapping) -> 
 
 
 # --- read
-
-
 def read_trace(path: str | Path) -> RankTrace:
     """Read the trace of a rank that `trace_step` wrote.
 
@@ -235,8 +231,6 @@ def _most_votes(threads: list[int], votes: dict[int, Counter], needed: Counter) 
 
 
 # --- add up, and tell
-
-
 @dataclass(frozen=True)
 class Line:
     """A collective, or what was computed before the next one began: so many operators and the longest of them."""

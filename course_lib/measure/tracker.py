@@ -142,7 +142,6 @@ class MemoryTracker(TorchDispatchMode):
         self._cleanup: contextlib.ExitStack | None = None
 
     # ---- what one asks it
-
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes alive at once since the start or the last `reset`."""
@@ -227,7 +226,6 @@ class MemoryTracker(TorchDispatchMode):
         self._events, self._marks, self._peak = [], [], self._total
 
     # ---- entering and leaving
-
     def __enter__(self) -> MemoryTracker:
         with contextlib.ExitStack() as stack:
             self._active = True
@@ -283,7 +281,6 @@ class MemoryTracker(TorchDispatchMode):
         self.mark("end of step")
 
     # ---- seeing operators
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
@@ -393,7 +390,6 @@ class MemoryTracker(TorchDispatchMode):
             self._events.append((time.perf_counter() - self._start_s, block, change))
 
     # ---- saying what a storage is
-
     def _classify_known(self) -> None:
         """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
         for parameter in self.model.parameters():
@@ -418,7 +414,6 @@ class MemoryTracker(TorchDispatchMode):
             block.kind = kind
 
     # ---- two wrappers, in place only inside the `with` block
-
     def _following_resize(self, resize: Callable) -> Callable:
         """FSDP frees and refills whole parameters by resizing their storage, which no operator shows."""
 

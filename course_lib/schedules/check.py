@@ -43,8 +43,6 @@ def problems(schedule: Schedule, whole: bool = True) -> list[str]:
 
 
 # --- 1. everything once, at its place
-
-
 def _shape_problems(schedule: Schedule) -> list[str]:
     found = []
     if len(schedule.instructions) != schedule.pp:
@@ -109,8 +107,6 @@ def _missing(times: Counter, micro_batch: int, stage: int, where: str) -> Iterat
 
 
 # --- 2. nobody waits for ever
-
-
 def runnable_order(
     schedule: Schedule, joint: bool = False
 ) -> tuple[list[tuple[int, tuple[Instruction, ...]]], list[int]]:
@@ -204,8 +200,6 @@ def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instructi
 
 
 # --- 3. channels
-
-
 def _channel_problems(schedule: Schedule) -> Iterator[str]:
     """Channels whose two ends differ in the order of micro-batches."""
     for stage in range(schedule.num_stages - 1):
@@ -242,8 +236,6 @@ def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Instruction]]:
 
 
 # --- charts
-
-
 def chart_times(rows: Sequence[Sequence[str]], schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     """(start, stop) of each instruction of a chart's rows, in columns: "-" goes on with what stands left of it."""
     times = []

@@ -82,8 +82,6 @@ class Schedule(Checked):
 
 
 # --- what follows from what
-
-
 def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
     """What must be done before: the stage before in F, the stage after in the backward, I before W."""
     op, micro_batch, stage = instruction.op, instruction.micro_batch, instruction.stage
@@ -99,8 +97,6 @@ def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
 
 
 # --- placements: which rank has which stage
-
-
 @checked
 def loop_placement(pp: Size, v: Size) -> tuple[int, ...]:
     """Stage s on rank s % pp: after the last rank the model goes on at the first."""

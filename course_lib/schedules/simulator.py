@@ -19,6 +19,7 @@ from course_lib.span import Span
 from course_lib.validate import Amount, Checked, Positive, checked
 
 _PerStage = Amount | Sequence[Amount]
+_Timed = list[tuple[Instruction, Span]]  # of a rank
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Simulation:
         return tuple(max((count for _, count in row), default=0) for row in self.waiting)
 
     @property
-    def timed(self) -> list[list[tuple[Instruction, Span]]]:
+    def timed(self) -> list[_Timed]:
         """For each rank, each instruction beside its span."""
         return [list(zip(*row, strict=True)) for row in zip(self.schedule.instructions, self.rows, strict=True)]
 
@@ -163,7 +164,7 @@ class Simulation:
         return [max((held for _, held in row), default=0.0) for row in self.memory(live_bytes, waiting_bytes)]
 
 
-def _counts(row: list[tuple[Instruction, Span]], change_of_op: dict[str, int]) -> tuple[tuple[float, int], ...]:
+def _counts(row: _Timed, change_of_op: dict[str, int]) -> tuple[tuple[float, int], ...]:
     count, counts = 0, []
     for instruction, span in row:
         if change := change_of_op.get(instruction.op, 0):
@@ -172,9 +173,7 @@ def _counts(row: list[tuple[Instruction, Span]], change_of_op: dict[str, int]) -
     return tuple(counts)
 
 
-def _held_bytes(
-    row: list[tuple[Instruction, Span]], live_bytes: _PerStage, waiting_bytes: _PerStage
-) -> list[tuple[float, float]]:
+def _held_bytes(row: _Timed, live_bytes: _PerStage, waiting_bytes: _PerStage) -> list[tuple[float, float]]:
     held, changes = 0.0, []
     for instruction, span in row:
         live, waiting = _of_stage(live_bytes, instruction.stage), _of_stage(waiting_bytes, instruction.stage)
@@ -256,8 +255,6 @@ def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
 
 
 # --- text
-
-
 @checked
 def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
     """A line a rank, a column a slot of time: F0 where it starts, "-" where it goes on, "." where the rank waits.
