@@ -1,7 +1,5 @@
 """Predicted beside measured: train a model for real under the tracker and lay its bytes on the formulas."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 

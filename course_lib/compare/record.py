@@ -107,7 +107,6 @@ class Records(list[Record]):
 
     @property
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sent."""
         return [sum(record.sent.values()) for record in self]
 
     @property

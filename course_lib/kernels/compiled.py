@@ -7,8 +7,6 @@ What is read off: registers of a thread, shared memory of a program, instruction
 FIGURES are those of Triton 3.9.0, by name; `make test-kernels` compiles PROGRAMS again and compares.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -7,8 +7,6 @@
 The environment variable is read once, before the first kernel is made. Triton is an extra: `pip install triton`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

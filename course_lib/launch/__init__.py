@@ -14,6 +14,7 @@ _bar.py          how far a launch or a loop is, below the cell or in the termina
 _failures.py     from what ranks reported to one readable error
 _slurm.py        the same launch as a Slurm job: hand it in, wait, listen, cancel
 _slurm_node.py   what each task of that job does: be a rank's host, and the rank
+_file_link.py    messages through files that all nodes see
 """
 
 from course_lib.devices import choose_backend

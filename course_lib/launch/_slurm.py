@@ -7,11 +7,9 @@ the time limit) is the launch's own, through files in a folder that all nodes se
 import importlib.util
 import math
 import os
-import pickle
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 from course_lib.launch import _failures, _rank
 from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
+from course_lib.launch._file_link import FileLink
 from course_lib.launch._watch import Output, Watch, read_text
 from course_lib.launch.rendezvous import check_owned
 from course_lib.validate import Count, Size, check_fields
@@ -29,8 +28,6 @@ from course_lib.validate import Count, Size, check_fields
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
 LOST_S = 60.0  # so long after the limit of a launch its job ends by itself, if the notebook is gone
 LEAVE_S = 10.0
-POLL_S = 0.05
-_LENGTH = struct.Struct("<I")
 _CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
 _LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
@@ -213,43 +210,6 @@ class SlurmWorld:
         """The job's state; "" once Slurm has let go of it, None while Slurm does not answer."""
         said = _ask("squeue", "--noheader", f"--name={self.name}", "--format=%T")
         return said and said.strip()
-
-
-class FileLink:
-    """One direction of talk between two processes that share a folder: messages appended to one file.
-
-    The file is made before anybody looks for it, and read by opening it anew: a network file system then shows what
-    was written, while it may go on for half a minute not to show a new file. The folder belongs to one launch, and only
-    its owner can enter it (mode 700): messages are pickles, and who could write them could run code as the owner.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._read_bytes = 0
-
-    def make(self) -> "FileLink":
-        self._path.touch(mode=0o600)
-        return self
-
-    def send(self, *message) -> None:
-        content = pickle.dumps(message)
-        with self._path.open("ab", buffering=0) as file:
-            file.write(_LENGTH.pack(len(content)) + content)
-
-    def receive(self) -> list[tuple]:
-        """The messages that have come since the last call."""
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            content = file.read()
-        messages = []
-        while len(content) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(content)[0]
-            if len(content) < end:
-                break
-            messages.append(pickle.loads(content[_LENGTH.size : end]))
-            content = content[end:]
-            self._read_bytes += end
-        return messages
 
 
 class Connection:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from course_lib.launch import _rank
 from course_lib.launch._failures import frames_in_stack_file
-from course_lib.launch._slurm import POLL_S, FileLink
+from course_lib.launch._file_link import POLL_S, FileLink
 from course_lib.launch.rendezvous import Place, as_torchrun, open_store, place_of
 
 

@@ -1,7 +1,5 @@
 """What a GPU's memory holds besides tensors: the allocator's rounding and cache, and the CUDA context."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -72,7 +72,6 @@ class ByteMeter(TorchDispatchMode):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent."""
         return sum(record.sent_bytes for record in self.records)
 
     @property

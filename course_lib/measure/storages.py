@@ -1,7 +1,5 @@
 """What the tracker needs to know of torch's storages, DTensors and operators."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -58,7 +58,6 @@ class RankTrace:
         return list(dict.fromkeys(span.lane for span in self.spans if span.lane != COMPUTE))
 
     def lane(self, *lanes: str) -> list[Span]:
-        """The spans of some lanes."""
         return [span for span in self.spans if span.lane in lanes]
 
 

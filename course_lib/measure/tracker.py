@@ -55,7 +55,6 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest total."""
         return max(self.total_bytes, default=0)
 
     @property
@@ -64,7 +63,6 @@ class Timeline:
         return self.at(self.total_bytes.index(self.peak_bytes)) if self.times_s else dict.fromkeys(KINDS, 0)
 
     def at(self, index: int) -> dict[str, int]:
-        """Bytes by kind after one event."""
         return {kind: self.bytes_by_kind[kind][index] for kind in KINDS}
 
     def between(self, start_s: float, stop_s: float) -> Timeline:
@@ -149,7 +147,6 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """What that peak was made of."""
         return self.timeline.peak_by_kind
 
     @property
@@ -199,7 +196,6 @@ class MemoryTracker(TorchDispatchMode):
         return self.current_by_kind()[kind]
 
     def current_by_kind(self) -> dict[str, int]:
-        """Bytes alive now, by kind."""
         self._classify_known()
         now = dict.fromkeys(KINDS, 0)
         for block in list(self._blocks.values()):

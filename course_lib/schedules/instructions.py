@@ -63,7 +63,6 @@ class Schedule(Checked):
 
     @cached_property
     def all(self) -> frozenset[Instruction]:
-        """Every instruction, of all ranks together."""
         return frozenset(instruction for row in self.instructions for instruction in row)
 
     @cached_property

@@ -3,8 +3,6 @@
 `plan` says it for one rank, as data: parallel/executor.py does it, and the memory formula counts it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

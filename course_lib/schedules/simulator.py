@@ -38,7 +38,6 @@ class Costs(Checked):
     pair_s: Amount | None = None
 
     def seconds(self, instruction: Instruction) -> float:
-        """What the instruction takes."""
         parts = {"F": [self.forward_s], "I": [self.input_backward_s], "W": [self.weight_backward_s]}
         parts["B"] = parts["I"] + parts["W"]
         return sum(_of_stage(part, instruction.stage) for part in parts[instruction.op])
@@ -81,7 +80,6 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """All spans, rank by rank."""
         return tuple(span for row in self.rows for span in row)
 
     @cached_property

@@ -9,7 +9,8 @@ import pytest
 
 from course_lib.authoring import ROOT
 from course_lib.launch import RankError, _failures, _rank, _slurm, launch
-from course_lib.launch._slurm import FileLink, Slurm, SlurmWorld
+from course_lib.launch._file_link import FileLink
+from course_lib.launch._slurm import Slurm, SlurmWorld
 
 TEMPLATE = ROOT / "course_lib" / "templates" / "train.sbatch"
 
