@@ -3,8 +3,7 @@
 import json
 import math
 
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed
 
 
 # ------------------------------------------------------------------------------------ 4. goodput
