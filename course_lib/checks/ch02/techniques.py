@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks import Exercise, Kept, fresh_seed, numbers
+from course_lib.checks import Exercise, fresh_seed, numbers
+from course_lib.checks.watch import Kept
 from course_lib.minimal.ring_attention import merge
 
 _NO_TARGET = -100

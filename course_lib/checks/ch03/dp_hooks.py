@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.checks import Exercise, Kept, Stops, copied, numbers, ranks_and_seeds
+from course_lib.checks import Exercise, Stops, copied, numbers, ranks_and_seeds
+from course_lib.checks.watch import Kept
 from course_lib.config import ModelConfig
 from course_lib.measure import ByteMeter
 from course_lib.model import build
