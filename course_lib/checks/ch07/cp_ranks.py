@@ -20,26 +20,14 @@ SMALL = ModelConfig("small", 1, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24
 
 
 # ------------------------------------------------------------------------------------ 5. the loss of a shard
-def _loss(
-    engine,
-    tokens_BS1,
-    positions_s,
-    at=lambda positions_s: positions_s,
-    places=lambda positions_s: positions_s,
-    labels=lambda x_Bs, y_Bs: y_Bs,
-    divisor=lambda everyone, mine, rows: everyone,
-):
-    """The reference, and with an argument one of the mistakes.
-
-    at       which tokens are taken, `places` where the engine is told that they stand
-    labels   from inputs and labels of my tokens
-    divisor  from the numbers of tokens of all ranks and of mine, and of rows
-    """
-    x_BS, y_BS, at_s = tokens_BS1[:, :-1], tokens_BS1[:, 1:], at(positions_s)
+def _loss(engine, tokens_BS1, positions_s, at=None, places=None, labels=None, divisor=None):
+    """The reference. A mistake takes tokens elsewhere, tells other places, has other labels, divides otherwise."""
+    x_BS, y_BS, at_s = tokens_BS1[:, :-1], tokens_BS1[:, 1:], at(positions_s) if at else positions_s
     x_Bs, y_Bs = x_BS[:, at_s], y_BS[:, at_s]
-    logits_BsV = engine(x_Bs, places(positions_s))
-    losses = F.cross_entropy(logits_BsV.flatten(0, 1), labels(x_Bs, y_Bs).flatten(), reduction="sum")
-    return losses / divisor(y_BS.numel(), y_Bs.numel(), len(y_BS))
+    logits_BsV = engine(x_Bs, places(positions_s) if places else positions_s)
+    labels_Bs = labels(x_Bs, y_Bs) if labels else y_Bs
+    losses = F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), reduction="sum")
+    return losses / (divisor(y_BS.numel(), y_Bs.numel(), len(y_BS)) if divisor else y_BS.numel())
 
 
 def _loss_of_logsumexp(engine, tokens_BS1, positions_s):
