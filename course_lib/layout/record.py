@@ -28,48 +28,35 @@ from course_lib.validate import Size, checked
 class Layout:
     """Sizes and choices of a run; whatever is left out is the choice of one process.
 
-    dp, cp, tp, pp     ranks along each axis
-    ep                 over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data
-                       and tp, tp's ranks first where tp is innermost
-    expert_tp          over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts
-                       (folded). None: tp where ep is at most dp x cp, else 1
-    zero_stage         0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
-    dp_replicate       HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum gradients of shards
-    sequence_parallel  norms and residual stream cut over tp along the sequence
-    regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
-    schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
-    micro_batch        sequences that go through the model at once, on each dp rank
-    micro_batches      micro-batches of a step, on each dp rank: also those of the pipeline
-    recompute          "none" | "selective" (the attention core again in backward) | "full" (each block)
-    cp_method          "ring" | "all_gather" | "ulysses"
-    cp_sharding        "contiguous" | "zigzag" | "striped"
-    layers_of_stage    how many layers each stage has, in the model's order; None: evenly. 0 where an engine can
-    expert_method      "plain" | "once_per_rank": a row for each choice, or one for each rank
-    order              the axes on the hardware, outermost first
-
     Raises   ValueError that names the offending numbers and the nearest possible ones
     """
 
-    dp: int = 1
+    dp: int = 1  # ranks along each axis
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    zero_stage: int = 0
-    dp_replicate: int = 1
-    sequence_parallel: bool = False
-    regather: bool = False
-    schedule: str = "1f1b"
-    v: int = 1
-    micro_batch: int = 1
-    micro_batches: int = 1
-    recompute: str = "none"
-    cp_method: str = "ring"
-    cp_sharding: str = "zigzag"
-    layers_of_stage: tuple[int, ...] | None = None
-    expert_method: str = "plain"
-    order: tuple[str, ...] = AXES
+    # over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data and tp, tp's ranks
+    ep: int = 1  # first where tp is innermost
+    # over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts (folded)
+    expert_tp: int | None = None  # None: tp where ep is at most dp x cp, else 1
+    zero_stage: int = 0  # | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
+    dp_replicate: int = (
+        1  # HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum shards' gradients
+    )
+    sequence_parallel: bool = False  # norms and residual stream cut over tp along the sequence
+    regather: bool = (
+        False  # with that: matrices keep this rank's tokens alone for backward, and gather the others again
+    )
+    schedule: str = "1f1b"  # of the pipeline, a name of `schedules.SCHEDULES`
+    v: int = 1  # stages a rank of "interleaved"
+    micro_batch: int = 1  # sequences that go through the model at once, on each dp rank
+    micro_batches: int = 1  # of a step, on each dp rank: also those of the pipeline
+    recompute: str = "none"  # | "selective" (the attention core again in backward) | "full" (each block)
+    cp_method: str = "ring"  # | "all_gather" | "ulysses"
+    cp_sharding: str = "zigzag"  # | "contiguous" | "striped"
+    layers_of_stage: tuple[int, ...] | None = None  # in the model's order; None: evenly. 0 where an engine can
+    expert_method: str = "plain"  # a row for each choice | "once_per_rank"
+    order: tuple[str, ...] = AXES  # the axes on the hardware, outermost first
 
     def __post_init__(self):
         for name in ("layers_of_stage", "order"):

@@ -21,21 +21,15 @@ _WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and what trains it.
-
-    batch_tokens   tokens of one optimizer step, of all GPUs together: a multiple of seq_len
-    recipe         dtypes of the states, a name of `memory.states.RECIPES`; the engine's usual one where it has not this
-    engine         a name of `ENGINES`: who trains it
-    optimizer, lora, offload, attention, loss_chunks, fp8   as `Run` has them
-    """
+    """A model and what trains it."""
 
     config: ModelConfig
     cluster: Cluster
     num_gpus: Size
     seq_len: Size
-    batch_tokens: Annotated[int, partial(whole, least=1)]
-    recipe: Literal[tuple(RECIPES)] | None = None
-    engine: Literal[tuple(ENGINES)] = "course"
+    batch_tokens: Annotated[int, partial(whole, least=1)]  # of a step, of all GPUs together: a multiple of seq_len
+    recipe: Literal[tuple(RECIPES)] | None = None  # dtypes of the states; the engine's usual one where it has not this
+    engine: Literal[tuple(ENGINES)] = "course"  # who trains it; what follows is as `Run` has it
     optimizer: Literal[OPTIMIZERS] = "adamw"
     lora: LoRA | None = None
     offload: Offload = field(default_factory=Offload)
@@ -75,10 +69,7 @@ class Job:
 
 @checked
 def work_out(job: Job, layout: Layout) -> Estimate:
-    """Estimate one layout of a job: the fullest rank of its pipeline, and a step.
-
-    Raises   ValueError if the layout has other GPUs or another global batch than the job
-    """
+    """Estimate one layout of a job; ValueError if it has other GPUs or another global batch than the job."""
     if layout.world_size != job.num_gpus:
         raise ValueError(
             f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no "

@@ -69,11 +69,10 @@ def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -
 @lru_cache(maxsize=1)
 def _all_runs() -> tuple[MeasuredRun, ...]:
     with PATH.open(newline="") as file:
-        return tuple(map(_run_of, csv.DictReader(file)))
-
-
-def _run_of(row: dict[str, str]) -> MeasuredRun:
-    sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
-    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
-    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
-    return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)
+        rows, runs = list(csv.DictReader(file)), []
+    for row in rows:
+        sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
+        layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
+        speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
+        runs.append(MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB))
+    return tuple(runs)

@@ -27,7 +27,6 @@ from course_lib.traffic import sent
 from course_lib.validate import Checked, Size, checked, read_json, show
 
 _HEAD = f"{'chapter, technique':30}{'holds':>9}  {'room':13}{'sends':>10}{'step':>10}  waits"
-_WAITS = ("tp", "cp", "ep", "bubble", "transfer", "waiting", "data")
 _CUTS_MEMORY = {  # what takes most of a card -> what cuts it
     "parameters": "ZeRO-3 (04), tp (05) or pp (08)",
     "gradients": "ZeRO-2 (04), tp (05) or pp (08)",
@@ -82,17 +81,13 @@ class Row:
         told = f"{self.chapter} {self.name}".strip()
         if self.estimate is None:
             return f"{told:30}{self.refusal}"
-        one, waits = self.estimate, _waits_of(self.estimate)
+        one, waits = self.estimate, {part: self.estimate.seconds_by_part[part] for part in _CUTS_WAITING}
         share = sum(waits.values()) / one.step_s
         most = f" most for {max(waits, key=waits.get)}" if share >= 0.001 else ""
         return (
             f"{told:30}{one.memory_bytes / GB:6.1f} GB  {one.room:13}{self.sent_bytes / GB:7.1f} GB"
             f"{one.step_s:8.2f} s  {share:5.1%}{most}"
         )
-
-
-def _waits_of(one: Estimate) -> dict[str, float]:
-    return {part: one.seconds_by_part[part] for part in _WAITS}
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,8 @@ def next_step(rows: list[Row]) -> str:
             f"What cuts that: {_CUTS_MEMORY.get(kind, 'more GPUs')}."
         )
     best = min(fitting, key=lambda row: row.estimate.step_s)
-    waits = _waits_of(best.estimate)
-    part, share = max(waits, key=waits.get), max(waits.values()) / best.estimate.step_s
+    part = max(_CUTS_WAITING, key=best.estimate.seconds_by_part.get)
+    share = best.estimate.seconds_by_part[part] / best.estimate.step_s
     if share < 0.03:
         return (
             f"Next: {best.name} fits and waits for less than 3 % of its step; less waiting cannot win more than that."
@@ -186,10 +181,8 @@ def next_step(rows: list[Row]) -> str:
 
 
 def _folder() -> Path:
-    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder.
-
-    The environment variable COURSE_SHEETS names another.
-    """
+    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder. The
+    environment variable COURSE_SHEETS names another."""
     if named := os.environ.get("COURSE_SHEETS"):
         return Path(named)
     here = Path.cwd()
