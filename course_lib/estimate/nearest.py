@@ -1,7 +1,5 @@
 """Where a run does not fit: how much is missing, and what is nearest to it and would, each worked out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Which assumption decides: what becomes of a ranking of runs if a rate is a fifth less, or a fifth more."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

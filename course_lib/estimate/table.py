@@ -9,8 +9,6 @@ columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -42,7 +42,6 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.order}
 
     @property

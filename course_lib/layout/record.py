@@ -11,8 +11,6 @@ folded      whole experts, spread over data x tp = world / pp; expert_dp is then
 a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -108,7 +106,6 @@ class Layout:
         return ("shard", "expert_shard") if self.dp_replicate > 1 else ("data", "expert_dp")
 
     def members(self, rank: int) -> dict[str, list[int]]:
-        """The ranks of each group that `rank` is in, by axis."""
         return self.mesh.members(rank, self.ep, self.dp_replicate, self.folded)
 
     @property
@@ -117,12 +114,10 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """Which rank of the pipeline has each stage."""
         return placement(self.schedule, self.pp, self.v)
 
     def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
@@ -136,7 +131,6 @@ class Layout:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one step, of all ranks together."""
         return self.dp * self.micro_batch * self.micro_batches
 
     @checked
@@ -151,7 +145,7 @@ class Layout:
         return ",".join(different) or "dp=1"
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """From "dp=2,tp=2,schedule=interleaved,v=2,sequence_parallel=true,layers_of_stage=3-5,order=pp-cp-dp-tp"."""
         values: dict[str, object] = {}
         for part in text.split(","):
@@ -168,7 +162,7 @@ class Layout:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Layout:
+    def from_dict(cls, values: Mapping[str, object]) -> "Layout":
         """From what `to_dict` gave; what is left out is the choice of one process."""
         return cls(**{_known(name): value for name, value in values.items()})
 

@@ -5,8 +5,6 @@ for you to add. What each file can say, its words for recipes and schedules, and
 texts: course_lib/templates/.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A plan in the words of the chapters: fit, batch, throughput, as the Ultra-Scale Playbook goes about a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.estimate import Estimate

@@ -1,7 +1,5 @@
 """What a plan is asked for: this model, on so many of these GPUs, with so many tokens in a step; a layout of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -51,7 +49,6 @@ class Job:
 
     @property
     def sequences(self) -> int:
-        """Sequences of one step."""
         return self.batch_tokens // self.seq_len
 
     @property
@@ -59,7 +56,6 @@ class Job:
         return ENGINES[self.engine]
 
     def run(self, layout: Layout) -> Run:
-        """Return the run of this job under a layout."""
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
         recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}

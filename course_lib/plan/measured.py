@@ -6,8 +6,6 @@ Llamas of 8 and of 80 billion parameters on nodes of 8 H100 80 GB, NVLink in a n
 All finished runs of 8B on 8 and on 64 GPUs and of 80B on 128 GPUs are there, and the fastest on other numbers of GPUs.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +43,6 @@ class MeasuredRun(Checked):
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step of all GPUs."""
         return SEQUENCES * SEQ_LEN / self.tokens_per_s_per_gpu / self.num_gpus
 
 

@@ -5,8 +5,6 @@ over its ranks. A search ends when no layout that is left could be faster than t
 and is faster than that is missing there. Of a layout that does not fit, the bytes that it holds at least mostly say so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -68,7 +66,6 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
 
 
-# ------------------------------------------------------------------------------------ what stands where
 def ranked_s(option: Estimate) -> float:
     """Seconds of a step by which options are ranked: a tight one ranks below those of nearly its speed."""
     return option.step_s / (1 - TOLD_APART if option.room == "tight" else 1)
@@ -110,7 +107,6 @@ def front(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
     return tuple(kept)
 
 
-# ------------------------------------------------------------------------------------ the search
 def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Layout], int]:
     """Those that fit, ranked, as far as none is missing; those that do not fit; how many both are. A shape waits with
     the least seconds that it could take, a layout with the seconds that it takes. Whatever is next is the fastest that
@@ -238,7 +234,6 @@ def _least_zero(job: Job) -> int:
     return 0 if job.offload.parameters == "device" else 3
 
 
-# ------------------------------------------------------------------------------------ where nothing fits
 def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
@@ -262,7 +257,6 @@ def _leanest(job: Job, lost: list[Layout]) -> Estimate:
     return leanest
 
 
-# ------------------------------------------------------------------------------------ what was near
 def _nearest(
     job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
 ) -> tuple[tuple[Layout, str], ...]:

@@ -9,8 +9,6 @@ The file, runs/sheets/NAME.json beside notebooks/, holds words alone: the job an
 is worked out anew by `estimate`, so a sheet is never older than the package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -69,13 +67,18 @@ class Choice(Checked):
 
 @dataclass(frozen=True)
 class Row:
-    """A technique on the job: its estimate and bytes sent by the rank that sends most, or why it cannot be."""
+    """A technique on the job: its estimate, or why it cannot be."""
 
     chapter: str
     name: str
     estimate: Estimate | None = None
-    sent_bytes: int = 0
     refusal: str = ""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
+        ranks = self.estimate.layout.world_size
+        return max(sum(sent(self.estimate.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
 
     def line(self) -> str:
         told = f"{self.chapter} {self.name}".strip()
@@ -117,7 +120,7 @@ class Sheet:
               f"{choice.batch_tokens:,} a step (modelled)")  # fmt: skip
         print(_HEAD, *(row.line() for row in rows), next_step(rows), sep="\n")
 
-    def decide(self, layout: str) -> Sheet:
+    def decide(self, layout: str) -> "Sheet":
         """Keep a layout of the learner's own, if the job can be trained so; return the sheet with it."""
         work_out(self.choice.job(), Layout.parse(layout))
         return _kept(replace(self, choice=replace(self.choice, decided=(*self.choice.decided, layout))))
@@ -138,21 +141,13 @@ class Sheet:
         """A layout's row, or the planner's first without one."""
         try:
             if layout is None:
-                best = search(self.choice.job()).best
-                return Row(chapter, name, best, _sent(best))
+                return Row(chapter, name, search(self.choice.job()).best)
             job, cut = self.choice.job(gpus), Layout.parse(layout)
             if cut.sequences_per_step != job.sequences:
                 return Row(chapter, name, refusal=f"not possible: {job.sequences:,} sequences over dp {cut.dp}")
-            one = work_out(job, cut)
+            return Row(chapter, name, work_out(job, cut))
         except ValueError as refused:
             return Row(chapter, name, refusal=f"not possible: {refused}".partition(";")[0])
-        return Row(chapter, name, one, _sent(one))
-
-
-def _sent(one: Estimate) -> int:
-    """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
-    ranks = one.layout.world_size
-    return max(sum(sent(one.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
 
 
 def next_step(rows: list[Row]) -> str:

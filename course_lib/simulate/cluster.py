@@ -180,18 +180,12 @@ def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
     zero_gradients(params)
 
 
-# --- attention as a GPU computes it
-
-
 def _flash_attention(q, k, v, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
     """In place of `scaled_dot_product_attention`, which on a CPU has no flash kernel with dropout: that of CUDA.
 
     Bytes    saved for backward: q, k, v, the output, one FP32 number per row, the random numbers' seed and offset
     """
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-
-
-# --- which experts tokens choose, without a router's numbers
 
 
 def plan_assignments(choose: Callable, skew: float = 0.0) -> Callable:

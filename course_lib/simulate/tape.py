@@ -75,7 +75,6 @@ class TapeTracker(MemoryTracker):
     """A tracker into whose record a stretch that it has seen can be put again."""
 
     def block_of(self, tensor: Tensor | None) -> _Block | None:
-        """What it knows of a tensor's storage."""
         return None if tensor is None else self._blocks.get(tensor.untyped_storage()._cdata)
 
     @property

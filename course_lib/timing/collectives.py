@@ -232,7 +232,6 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-# ------------------------------------------------------------------------------------ the calls of a layout
 @lru_cache(maxsize=1024)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.

@@ -1,7 +1,5 @@
 """What kernels ask memory for, by arithmetic; what a GPU does with it: roofline and occupancy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from course_lib.hardware import GPU, peak_flops

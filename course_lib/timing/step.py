@@ -136,7 +136,6 @@ def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
     return ranks, *_pipeline(layout, ranks)
 
 
-# ------------------------------------------------------------------------------------ the pipeline
 def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     """The rank that decides how long a step takes, and the seconds that it waits for other ranks."""
     if layout.pp == 1:

@@ -17,8 +17,6 @@ Folded, whole experts get rows of S / (cp tp) tokens, and nothing is gathered ov
 With ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
