@@ -26,6 +26,7 @@ from course_lib.authoring.form import ROOT, notebook_paths, read, write
 from course_lib.authoring.links import NAVIGATION
 from course_lib.claims import claims_page
 from course_lib.claims.record import ledger
+from course_lib.labs import LABS
 from course_lib.language import CATALOGUE, spoken
 from course_lib.shapes import KINDS
 from course_lib.web.page import said_by_page
@@ -121,6 +122,9 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
             if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
                 found.setdefault(_numbered(text), "claims/ledger.toml")
     found |= {kind.note: "model_types.toml" for kind in KINDS.values() if kind.note}
+    for lab in LABS.values():
+        answers = (text for one in lab.questions for text in (one.asks, one.answer, one.half, one.none))
+        found |= {_numbered(text): "labs/labs.toml" for text in (lab.title, lab.aim, *answers) if " " in text}
     for text in import_module("course_lib.cli.commands").help_texts():  # by name: course_lib.cli imports this package
         found.setdefault(text, "cli")
     return [(name, text) for text, name in found.items()]

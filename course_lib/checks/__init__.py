@@ -9,3 +9,21 @@ apart.py         the processes in which answers run then
 plain.py         values as bytes that hold data and no code
 ch00/ ... ch12/  the graders of a chapter; `from course_lib.checks.ch00 import check_...`
 """
+
+from course_lib.checks.core import CheckFailed, but, fresh_generator, fresh_seed, numbers, ranks_and_seeds
+from course_lib.checks.table import Exercise, Stops, pairs
+from course_lib.checks.watch import (
+    Cost,
+    Each,
+    Kept,
+    MessageLog,
+    agree,
+    collective,
+    copied,
+    crossed,
+    function,
+    named,
+    on_ranks,
+    result,
+    several,
+)

@@ -52,7 +52,19 @@ class Pipeline(nn.Module, Engine):
         self.runners = {}  # by number and shape of micro-batches
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
-        return run_schedule(self, micro_batches)
+        """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
+        Raises   what PyTorch raises for micro-batches of different shapes, or too few
+        """
+        x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
+        losses = []
+        inputs = (x_BS,) if "0" in self.stages else ()
+        outputs = {"target": y_BS, "losses": losses} if str(len(self.rank_of_stage) - 1) in self.stages else {}
+        key = len(micro_batches), tuple(micro_batches[0][0].shape)
+        if key not in self.runners:
+            self.runners[key] = _make_runner(self, *key)
+        self.runners[key].step(*inputs, **outputs, return_outputs=False)
+        zero = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        return sum((loss.detach() for loss in losses), zero)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         return ((param, 1) for _, param in named_parameters(self) if param.requires_grad)
@@ -117,34 +129,12 @@ def order_of(engine: Pipeline, count: int) -> str:
 
     For 1f1b PyTorch's list is only shown, not executed, and on the last rank it numbers forwards one too high.
     """
-    order = _make_runner(engine, count, (1, 1)).pipeline_order
-    return "\n".join(" ".join(_instructions(order[rank])) for rank in range(engine.group.size()))
-
-
-def _instructions(actions: list) -> list[str]:
-    """Without what idles, communicates, or holds a pair that could run at once (its parts follow one another)."""
-    parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
-    return [
-        f"{_LETTERS[part.computation_type.name]}{part.microbatch_index}@{part.stage_index}"
-        for part in parts
-        if part.computation_type.name in _LETTERS
-    ]
-
-
-def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
-    """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
-    Raises   what PyTorch raises for micro-batches of different shapes, or too few
-    """
-    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
-    losses = []
-    inputs = (x_BS,) if "0" in engine.stages else ()
-    outputs = {"target": y_BS, "losses": losses} if str(len(engine.rank_of_stage) - 1) in engine.stages else {}
-    key = len(micro_batches), tuple(micro_batches[0][0].shape)
-    if key not in engine.runners:
-        engine.runners[key] = _make_runner(engine, *key)
-    engine.runners[key].step(*inputs, **outputs, return_outputs=False)
-    zero = torch.zeros((), dtype=torch.promote_types(engine.dtype, torch.float32), device=engine.device)
-    return sum((loss.detach() for loss in losses), zero)
+    order, lines = _make_runner(engine, count, (1, 1)).pipeline_order, []
+    for rank in range(engine.group.size()):  # what idles or communicates is left out; parts of a pair follow each other
+        parts = [part for action in order[rank] if action is not None for part in action.sub_actions or (action,)]
+        named = [(_LETTERS.get(part.computation_type.name), part) for part in parts]
+        lines.append(" ".join(f"{op}{part.microbatch_index}@{part.stage_index}" for op, part in named if op))
+    return "\n".join(lines)
 
 
 def named_parameters(engine: Pipeline) -> list[NamedParameter]:

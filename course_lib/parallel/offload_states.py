@@ -21,7 +21,7 @@ Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857); Ren et al. 2
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -106,11 +106,11 @@ class OffloadedAdamW(MasterAdamW):
         return torch.from_numpy(mapped)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self) -> None:
         if self._file is not None and self._file.closed:
             raise ValueError("this optimizer was closed, and its states with it; make a new one, or close it later")
         self.link_bytes.update(dict.fromkeys(_CROSSINGS, 0))
-        return super().step(closure)
+        super().step()
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict) -> None:
         flat_p, gradient_p, pinned = parameter.view(-1), gradient.reshape(-1), parameter.is_cuda

@@ -1,14 +1,8 @@
 """Ring attention: keys and values travel around the ring while each rank computes with those that it has.
 
-    step      rank 0 of 4 has     while it computes, it
-    0         k v of 0            sends them to 1, receives those of 3
-    1         k v of 3            sends them to 1, receives those of 2
-    2         k v of 2            sends them to 1, receives those of 1
-    3         k v of 1            (all have seen all)
-
-At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
-behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they are home. The
-home rank's own share never travels, so that is cp - 1 ring steps as well.
+At any time a rank holds two blocks, one in use and one arriving from its left neighbour. Backward sends keys and values
+around once more, and behind them the gradients: each rank adds its share to a block's dk and dv and passes them on,
+until they are home. The home rank's own share never travels, so that is cp - 1 ring steps as well.
 
 On the wire, per attention, with cp ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
 

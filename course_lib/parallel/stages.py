@@ -81,7 +81,7 @@ def skeleton(
 
 
 def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
-    """One stage of the model, from the model's own modules: forget the model, and what is in no stage here is freed."""
+    """One stage, of the model's own modules: forget the model, and what is in no stage here is freed."""
     is_last = stage == len(layers_of_stage) - 1
     return Stage(model, layers_in(stage, layers_of_stage), is_first=stage == 0, is_last=is_last)
 

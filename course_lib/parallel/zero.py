@@ -15,6 +15,7 @@ Activations are not sharded by any stage: they belong to this rank's part of the
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -189,7 +190,7 @@ class ZeroUnits(Sharded):
         self.computing: tuple[str, float] | None = None  # what the trace's open span is called, when it began
         self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
         for index, (_, modules) in enumerate(self.units):
-            self.handles.append(modules[0].register_forward_pre_hook(before(self._before_forward, index)))
+            self.handles.append(modules[0].register_forward_pre_hook(partial(self._before_forward, index)))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self.in_backward, self.lowest = False, len(self.units) - 1
@@ -221,7 +222,8 @@ class ZeroUnits(Sharded):
             flat.wait_for_gather()
         self._note(name)
 
-    def _before_forward(self, index: int, x: Tensor) -> None:
+    def _before_forward(self, index: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
         if self.in_backward:  # recomputation: _before_backward has gathered this unit
             return
         if x.requires_grad and not x.is_leaf:  # the unit before gave it: its gradient begins that one's backward
@@ -272,11 +274,6 @@ class ZeroUnits(Sharded):
     def zero_grad(self, set_to_none: bool = True) -> None:
         forget_gradients(self)
         self._hold([])
-
-
-def before(act: Callable, index: int) -> Callable:
-    """A forward pre-hook that calls `act` with the unit's number and its input."""
-    return lambda module, args: act(index, args[0])
 
 
 # --- what all stages check and forget
@@ -345,17 +342,13 @@ def build(
         raise ValueError("stage 3 has sharded this model already: its parameters are freed; build it anew")
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
-    if taken := [name for name, param in trainable(model) if _has_engine(param)]:
+    hooks = {name: (param._post_accumulate_grad_hooks or {}).values() for name, param in trainable(model)}
+    owners = {name: [getattr(hook, "__self__", None) for hook in of_param] for name, of_param in hooks.items()}
+    if taken := [name for name, of_param in owners.items() if any(isinstance(one, nn.Module) for one in of_param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
         return ZeroUnits(model, group, allow_unused=allow_unused, grad_dtype=grad_dtype, trace=trace, load=load)
     return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
-
-
-def _has_engine(param: nn.Parameter) -> bool:
-    """Whether an engine's hook, ZeRO's or data parallelism's, takes this parameter's gradient."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return any(isinstance(getattr(hook, "__self__", None), nn.Module) for hook in hooks.values())
 
 
 def whole_tensors(flats: Sequence[FlatShard], tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:

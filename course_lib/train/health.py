@@ -87,9 +87,10 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
             wrong.setdefault(culprits, []).append(name)
     told = []
     for culprits, names in wrong.items():
-        who = f"rank {culprits[0]} differs" if len(culprits) == 1 else f"ranks {', '.join(map(str, culprits))} differ"
+        ranks = ", ".join(map(str, culprits))
+        who = f"rank {ranks} differs in" if len(culprits) == 1 else f"ranks {ranks} differ in"
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        told.append(f"{who} in {', '.join(names[:SHOWN])}{more}")
+        told.append(f"{who} {', '.join(names[:SHOWN])}{more}")
     return "; ".join(told)
 
 

@@ -13,7 +13,7 @@ Bytes per parameter of each precision (the names are those of `memory.states.REC
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -91,19 +91,14 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(parameters, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self) -> None:
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             group["step"] += 1
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     self._update(parameter, gradient, group)
-        return loss
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict) -> None:
         state, dtype = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)

@@ -1,8 +1,5 @@
 """English for a model with a tokenizer: what the model says, how well it knows a text, and texts to fine-tune it on.
 
-    speak(model, tokenizer, "The function returns")
-    bits_per_byte(model, tokenizer.encode(text), tokenizer)
-
 Every Python has these texts, so nothing is downloaded.
 """
 

@@ -1,8 +1,5 @@
 """The course's own base model: a Llama of 1.87 million parameters that was trained on English, and speaks.
 
-    model, tokenizer = load_base()
-    print(speak(model, tokenizer, "The function returns"))
-
 The folder `speaks` has its weights in the files of `transformers`, the pairs of its tokenizer, and English that it
 never saw. README.md in it says how it was made, from which documents, and under which licences they are.
 """

@@ -96,11 +96,11 @@ def config_from_transformers(hf_config) -> ModelConfig:
 
 
 @torch.no_grad()
-def from_transformers(hf_model: nn.Module, attention: str = "fused", recompute: str = "none") -> nn.Module:
+def from_transformers(hf_model: nn.Module, attention: str = "fused") -> nn.Module:
     """Our model with the weights of theirs, in the same dtype, on the same device."""
     config, theirs = config_from_transformers(hf_model.config), hf_model.state_dict()
     example = next(hf_model.parameters())
-    model = build(config, 0, example.dtype, example.device, attention, recompute)
+    model = build(config, 0, example.dtype, example.device, attention)
     for name, parameter in model.named_parameters():
         parameter.copy_(tensor_in_transformers(theirs, name, config))
     for layer, moe in enumerate(moe_layers(model), config.num_layers - config.num_moe_layers):

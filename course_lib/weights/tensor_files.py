@@ -37,19 +37,15 @@ class TensorFiles(Mapping):
         self.folder, self.read_bytes = Path(folder), 0
         self._tensors: dict[str, FileTensor] = {}
         for file, promised in _files_of(self.folder).items():
-            found = self._read_header(file)
+            found = {}
+            with _open(file) as handle:
+                for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                    stored = handle.get_slice(name)
+                    ranges = tuple((0, size) for size in stored.get_shape())
+                    found[name] = FileTensor(name, file, stored.get_dtype(), ranges, self)
             if missing := sorted(promised - set(found)):
                 raise ValueError(f"{file} lacks {missing}, which {INDEX} promises; fetch both again")
             self._tensors |= found
-
-    def _read_header(self, file: Path) -> dict[str, "FileTensor"]:
-        tensors = {}
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-                stored = handle.get_slice(name)
-                ranges = tuple((0, size) for size in stored.get_shape())
-                tensors[name] = FileTensor(name, file, stored.get_dtype(), ranges, self)
-        return tensors
 
     def __getitem__(self, name: str) -> "FileTensor":
         if name not in self._tensors:

@@ -4,9 +4,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, result
+from course_lib.checks import Each, Exercise, Stops, numbers, result
 
 
 class Summary:

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, Each, MessageLog, agree, collective
+from course_lib.checks import Cost, Each, Exercise, MessageLog, Stops, agree, collective, fresh_seed, numbers
 from course_lib.comm import all_gather, all_gather_json, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter
@@ -55,9 +53,7 @@ _WRONG_MEAN = {
         lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
     ),
     "summed, not averaged": lambda losses_b, group: all_reduce(losses_b.sum(), group),
-    "divided by the number of ranks, not by the number of samples": lambda losses_b, group: all_reduce(
-        losses_b.sum(), group, op="mean"
-    ),
+    "divided by the number of ranks, not by the number of samples": lambda x, group: all_reduce(x.sum(), group, "mean"),
     "divided by this rank's number of samples; the count must be summed over the ranks too": (
         lambda losses_b, group: all_reduce(losses_b.sum(), group) / len(losses_b)
     ),
@@ -116,9 +112,7 @@ _WRONG_RING = {
     "its two ends disagree on its length": Stops(
         lambda x_shard, lengths, group: _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
     ),
-    "only send and recv are allowed here": Stops(
-        lambda x_shard, lengths, group: all_gather(x_shard.new_zeros(max(lengths)), group)
-    ),
+    "only send and recv are allowed here": Stops(lambda x, lengths, group: all_gather(x[:1], group)),
     "only to its right neighbour": Stops(
         lambda x_shard, lengths, group: torch.cat(
             [
@@ -181,10 +175,7 @@ def _watch_tree(answer, inputs, src):
 
 _WRONG_TREE = {
     "every rank has rank 0's tensor; the root is `src`": {"root": 0},
-    "it still has its own tensor; nothing was received or kept": lambda x, *given: (
-        _tree_broadcast(x, *given),
-        x.clone(),
-    )[1],
+    "it still has its own tensor; nothing was received or kept": lambda x, src, group: x.clone(),
     "it received more often than needed; send only to who has nothing": {
         "children": lambda position, size: list(range(1, size)) if position == 0 else [2] if position == 1 else []
     },
@@ -194,9 +185,7 @@ _WRONG_TREE = {
     "some ranks that have the tensor wait while others send; in each round all of them should send": {
         "children": lambda position, size: [position + 1] if position + 1 < size else []
     },
-    "only send and recv are allowed here": Stops(
-        lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
-    ),
+    "only send and recv are allowed here": Stops(lambda x, src, group: all_reduce(x, group)),
 }
 _SAYS_TREE = {
     "times that it received": "send only to who has nothing",
@@ -252,23 +241,13 @@ def _distances(rng):
 
 
 _WRONG_SHIFT = {
-    "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
-        x, -distance, group
-    ),
-    "it has zeros: was the message waited for?": lambda x, distance, group: (
-        0 * x if distance % dist.get_world_size(group) else x.clone()
-    ),
+    "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, far, group: shift(x, -far, group),
+    "it has zeros: was the message waited for?": lambda x, far, group: 0 * x if far % group.size() else x.clone(),
     "it has its own tensor": lambda x, distance, group: x.clone(),
-    "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
+    "it has its left neighbour's tensor: the distance was not used": {"distance": 1},
     "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
-    "even ranks talk to even ranks": Stops(
-        partial(_blocking, begins_with_recv=lambda rank, size, distance: rank % 2 == 1)
-    ),
-    "would send to itself or receive from itself": Stops(
-        lambda x, distance, group: (
-            shift(x, distance, group) if distance % dist.get_world_size(group) else recv(x, dist.get_rank(group), group)
-        )
-    ),
+    "even ranks talk to even ranks": Stops(partial(_blocking, begins_with_recv=lambda rank, *_: rank % 2 == 1)),
+    "would send to itself or receive from itself": Stops(lambda x, distance, group: recv(x, group.rank(), group)),
 }
 _SAYS_SHIFT = {"bytes sent": "one message over the whole distance, and none where that is a whole turn"}
 _HANG_SHIFT = (
@@ -298,7 +277,7 @@ def doubling(x, group, distances=lambda size: [2**step for step in range(int(mat
 
 
 _WRONG_DOUBLING = {
-    "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
+    "the sum of the first pair; log2 G exchanges are needed": {"distances": lambda size: [1]},
     "each exchange must send the running sum, not the tensor that the rank began with": {"running": False},
     "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
     "it has its own tensor": lambda x, group: x.clone(),

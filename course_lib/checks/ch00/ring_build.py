@@ -1,40 +1,34 @@
 """Table of exercise 8, a ring all-reduce from an empty cell: any direction, any order of the pieces is right."""
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.ch00.ranks import one_each, swap
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, collective
+from course_lib.checks import Cost, Exercise, Stops, collective
+from course_lib.checks.ch00.ranks import one_each
 from course_lib.comm import all_reduce, pass_on, send
-from course_lib.minimal.ring import all_reduce_through_rank_0
+from course_lib.minimal.ring import all_reduce_through_rank_0, send_and_receive
 
 
-def ring(x, group, first=-1, second=0, steps=(1, 1), store="sum", cut=torch.Tensor.tensor_split, rest=True):
-    """The lesson's ring; an argument is a mistake. Step s sends piece r + first - s, then piece r + second - s."""
-    rank, size, total = group.rank(), group.size(), x.clone()
-    pieces = cut(total[: None if rest else len(x) // size * size], size)
-    for phase, (start, more) in enumerate(zip((first, second), steps, strict=True)):
+def ring(x, group, starts=(-1, 0), steps=(1, 1), store="sum", cut=torch.Tensor.tensor_split, rest=True, to=1):
+    """The lesson's ring, or to the left; an argument is a mistake. Step s of a phase sends piece r + start - s."""
+    size, total, whole = group.size(), x.clone(), len(x) if rest else len(x) // group.size() * group.size()
+    rank, right, left = to * group.rank() % size, (group.rank() + to) % size, (group.rank() - to) % size
+    pieces = cut(total[:whole], size)
+    for phase, (start, more) in enumerate(zip(starts, steps, strict=True)):
         for step in range((size - 2 + more) if more else 0):
             mine = pieces[(rank + start - 1 - step) % size]
-            arrived = pass_on(pieces[(rank + start - step) % size].clone(), mine, group)
+            arrived = torch.empty_like(mine)
+            send_and_receive(pieces[(rank + start - step) % size].clone(), right, arrived, left, group)
             if phase == 1 or store:
                 mine.copy_(arrived + mine if phase == 0 and store == "sum" else arrived)
-    return total
+    return torch.cat([*pieces, total[whole:]])[: len(x)]
 
 
-def _to_the_left_and_padded(x, group):
-    """Rows of a padded matrix, sent to the left; rank r ends phase 1 with row r + 1."""
-    rank, size = group.rank(), group.size()
-    rows = torch.nn.functional.pad(x, (0, -len(x) % size)).view(size, -1).clone()
-    for step in range(2 * (size - 1)):
-        out = (rank + 2 + step) % size if step < size - 1 else (rank + 2 + step - size) % size
-        arrived = swap(rows[out].clone(), (rank - 1) % size, (rank + 1) % size, group)
-        into = (out + 1) % size
-        rows[into] = rows[into] + arrived if step < size - 1 else arrived
-    return rows.flatten()[: len(x)]
+def padded(total, size):
+    return torch.nn.functional.pad(total, (0, -len(total) % size)).view(size, -1)
 
 
 def inputs(rng):
@@ -51,8 +45,8 @@ def watch(answer, inputs):
     seen = collective(answer, inputs, leave_out=["messages sent and received"])
     seen["sent to others than neighbours"] = sorted(set(seen.pop("sent to")) - {(rank + 1) % size, (rank - 1) % size})
     sent = seen.pop("bytes sent")
-    padded = 2 * (size - 1) * math.ceil(len(inputs[0]) / size) * 8  # is allowed
-    return seen | {"bytes sent": Cost(sent.value, max(0, padded - sent.value))}
+    with_padding = 2 * (size - 1) * math.ceil(len(inputs[0]) / size) * 8  # is allowed
+    return seen | {"bytes sent": Cost(sent.value, max(0, with_padding - sent.value))}
 
 
 def _with_own_piece(x, group):
@@ -77,9 +71,9 @@ WRONG = {
     "it has its own tensor; nothing was added": lambda x, group: x.clone(),
     "averaged, not summed": lambda x, group: ring(x, group) / group.size(),
     "phase 1 began with piece r, so rank r finishes piece r + 1, and phase 2 passes on piece r first, which is "
-    "a partial sum: begin phase 1 with r - 1, or phase 2 with r + 1": {"first": 0},
-    STARTS.format("r + 1"): {"second": 1},
-    STARTS.format("r - 1"): {"second": -1},
+    "a partial sum: begin phase 1 with r - 1, or phase 2 with r + 1": {"starts": (0, 0)},
+    STARTS.format("r + 1"): {"starts": (-1, 1)},
+    STARTS.format("r - 1"): {"starts": (-1, -1)},
     "in phase 1 what arrives was stored; it must be added to this rank's piece": {"store": "what arrives"},
     "no piece was changed in phase 1: `a = a + b` makes a new tensor, `a += b` writes into the view": {"store": None},
     "this is what phase 1 leaves, one finished piece; in phase 2 finished pieces go around": {"steps": (1, 0)},
@@ -101,5 +95,5 @@ HANG = (
     "If all ranks begin with send, nobody receives: let both messages start at once, or let one rank begin with recv."
 )
 check_ring_all_reduce = Exercise(
-    ring, inputs, WRONG, watch, SAYS, right=_to_the_left_and_padded, ranks=HANG, seconds=4.0
+    ring, inputs, WRONG, watch, SAYS, right=partial(ring, to=-1, cut=padded), ranks=HANG, seconds=4.0
 )

@@ -3,10 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise, Stops
+from course_lib.checks import Cost, Exercise, Stops, but
 from course_lib.checks.trainers import DROP, STEP, counted, inputs, scaled, sent_in_a_step, trained, wrong_means
-from course_lib.checks.watch import Cost
 from course_lib.comm import all_reduce
 from course_lib.compare import trials
 from course_lib.measure import ByteMeter

@@ -1,8 +1,7 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
-from course_lib.checks.table import Exercise
+from course_lib.checks import Cost, Exercise
 from course_lib.checks.trainers import counted, inputs, scaled, sent_in_a_step, trained
-from course_lib.checks.watch import Cost
 from course_lib.minimal.sequence import sum_norm_gradients
 from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.parallel import tensor as engine_of

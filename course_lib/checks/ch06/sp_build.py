@@ -3,11 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from course_lib.checks import Cost, Exercise, but
 from course_lib.checks.ch06.broken import HookedSequenceParallel, Sums
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import inputs, sent_in_a_step, trained
-from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, gather_in, join, scatter_sum, split, sum_out
 from course_lib.compare import trials
 from course_lib.compare.record import Record
