@@ -130,9 +130,9 @@ def test_the_values_of_a_claim_change_with_the_package(monkeypatch):
 
     (claim,) = claims_named(["C061"])
     assert recompute(claim).values["gb"] == pytest.approx(31.40625)
-    monkeypatch.setattr("course_lib.claims.formulas.zero_bytes_per_parameter", lambda stage, dp: 18)
-    assert "is not met" in verdict_problem(claim)
     assert zero.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
+    monkeypatch.setattr(zero, "zero_bytes_per_parameter", lambda stage, dp: 18)
+    assert "is not met" in verdict_problem(claim)
 
 
 def test_what_is_left_of_a_gpu_is_counted_in_one_unit():
