@@ -19,7 +19,7 @@ the host of what this rank writes. All ranks together write everything once.
 """
 
 import json
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -66,32 +66,17 @@ class Saving:
 
     def __init__(self, path: Path):
         self.path = path
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def start(self, *arguments) -> None:
-        """Writes in a thread of its own."""
-
-        def run():
-            try:
-                stored_pieces.write(self.path, *arguments)
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, name=f"save {self.path.name}")
-        self.thread.start()
+        self.future: Future | None = None  # of the thread that writes
 
     @property
     def done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
+        return self.future is None or self.future.done()
 
     def wait(self) -> Path:
         """Returns once the checkpoint is complete on all ranks; raises, once, what went wrong."""
-        if self.thread is not None:
-            self.thread.join()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        future, self.future = self.future, None
+        if future is not None:
+            future.result()
         return self.path
 
 
@@ -132,7 +117,7 @@ def save_async(
     `save_async` or `load` of this engine.
     """
     saving, arguments = prepare(engine, optimizer, folder, step, about, keep, copy=True)
-    saving.start(*arguments)
+    saving.future = ThreadPoolExecutor(1).submit(stored_pieces.write, saving.path, *arguments)
     return saving
 
 
