@@ -28,9 +28,11 @@ _ENDS = (
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
 _LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
 _VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
-_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
+_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
-_NAMED = re.compile(r"(\s*(?:\w+:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_ring: ...", "rank 1 ..."
+_NAMED = re.compile(
+    r"(\s*(?:[a-z]\w*:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL
+)  # "check_ring: ...", "rank 1 ..."
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
 _CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # what is read with a final consonant
 
@@ -89,7 +91,7 @@ def _in_korean(text: str) -> str:
         if (whole := _looked_up(part)) is not None:
             return text.replace(part, whole)
     if (named := _NAMED.fullmatch(text)) is not None:
-        return named[1] + _in_korean(named[2])
+        return "".join(map(_in_korean, named.groups()))
     for end in _ENDS:
         if len(starts := [0, *(match.end() for match in end.finditer(text.rstrip()))]) > 1:
             return _by_parts(text, [*starts, len(text)])

@@ -40,11 +40,9 @@ def _cut_and_reshaped(grad_BSD, group, S):
 
 def _tokens(rng):
     """Equal shards, and a token less on the last rank."""
-    cases = []
     for size in (2, rng.choice([3, 4])):
         B, most, D = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
-        cases += [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
-    return cases
+        yield from [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
 
 
 def _cross(answer, B, S, D, seed):

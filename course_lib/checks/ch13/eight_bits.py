@@ -25,15 +25,13 @@ def _no_subnormals(code, fmt):
 
 def _sizes(rng):
     """Exact numbers, ties, numbers in between, subnormal, and too large; in formats of 4 to 8 bits."""
-    cases = []
     for bits in ((2, 1), (3, 2), (4, 3), (5, 2)):
         fmt = FloatFormat("", *bits, "none")
         exact = [number_of(code, fmt) for code in range(2 ** sum(bits))]
         places = [0, 1, 2, *rng.sample(range(len(exact) - 1), 3)]
         for share in (0, 0.5, rng.uniform(0.1, 0.45), rng.uniform(0.55, 0.9)):
-            cases += [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
-        cases.append((3 * exact[-1], *bits))
-    return cases
+            yield from [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
+        yield 3 * exact[-1], *bits
 
 
 check_code = Exercise(
