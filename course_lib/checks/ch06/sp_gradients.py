@@ -7,7 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks import Cost, Exercise, Stops, crossed, fresh_seed, function, numbers, ranks_and_seeds
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers, ranks_and_seeds
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.measure.meter import ByteMeter
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import model
-from course_lib.checks import Cost, Exercise, Stops, crossed, fresh_seed, function, numbers
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_reduce, all_to_all, join, split
 from course_lib.config import ModelConfig
 from course_lib.parallel import context
