@@ -122,16 +122,14 @@ def _limits(rng):
             yield from [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
 
 
-def _said(answer, *case):
-    try:
-        return answer(*case)
-    except ValueError:
-        return "ValueError"
-
-
-def _way(answer, free_bytes, s, b, h, layers, t):
-    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice))
-    return {f"what fits, {right}" if right != "ValueError" else "where nothing fits": said}
+def _way(answer, *case):
+    ways = []
+    for of in (answer, _choice):
+        try:
+            ways.append(of(*case))
+        except ValueError:
+            ways.append("ValueError")
+    return {"where nothing fits" if ways[1] == "ValueError" else f"what fits, {ways[1]}": ways[0]}
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}

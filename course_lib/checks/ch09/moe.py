@@ -44,11 +44,9 @@ _WRONG_ROUTE = {
     },
     "scores are a sigmoid of each logit by itself here": {"score": "softmax"},
     "scores are one softmax over the experts here": {"score": "sigmoid"},
-    "the bias chooses, it does not weigh": {
-        "weigh": lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
-    },
+    "the bias chooses, it does not weigh": {"weigh": lambda _, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)},
     "these do not add up to 1: divide by the sum of the chosen scores": {
-        "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk
+        "weigh": lambda _, score_Tk, bias_Tk: score_Tk
     },
     "a softmax of scores; the scores themselves are divided by their sum": {
         "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)

@@ -129,9 +129,7 @@ check_reduce_scatter_8 = Exercise(
         ),
         "the sum was rounded to FP8: sums are taken in FP32": {"total": lambda parts: rounded(parts.sum(0), E4M3)},
         "the sum over ranks is asked for, not the mean": {"total": lambda parts: parts.mean(0)},
-        "gradients were not rounded: they travel in one byte each": (
-            lambda grad_P, group: comm.reduce_scatter(grad_P, group)
-        ),
+        "gradients were not rounded: they travel in one byte each": comm.reduce_scatter,
         "one byte per element": Stops(lambda *given: (comm.all_gather(*given), reduce_scatter_8(*given))[1]),
     },
     partial(on_ranks, slack=64),
