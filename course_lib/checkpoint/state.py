@@ -30,15 +30,13 @@ from torch import Tensor
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint import storage as stored_pieces
-from course_lib.checkpoint.files import everywhere, latest, together
+from course_lib.checkpoint.files import everywhere, together
 from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
 from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
 from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
-
-__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
 Optimizer = torch.optim.Optimizer
 
@@ -78,9 +76,6 @@ class Saving:
         if future is not None:
             future.result()
         return self.path
-
-
-# --- save
 
 
 def save(
@@ -196,9 +191,6 @@ def rng_states() -> dict[str, Tensor]:
     if torch.cuda.is_initialized():
         states["rng.cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-# --- load
 
 
 @torch.no_grad()

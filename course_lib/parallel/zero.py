@@ -276,9 +276,6 @@ class ZeroUnits(Sharded):
         self._hold([])
 
 
-# --- what all stages check and forget
-
-
 def check_first_arrival(flat: FlatShard, param: nn.Parameter) -> None:
     if flat.reduction is not None or param in flat.arrived:
         raise RuntimeError(arrived_twice(flat.names[flat.params.index(param)]))
@@ -303,9 +300,6 @@ def forget_gradients(engine: nn.Module) -> None:
         flat.arrived.clear()
         set_gradient(flat.shard_p, None)
     engine.used.clear()
-
-
-# --- build: the same as in native/zero.py
 
 
 def build(

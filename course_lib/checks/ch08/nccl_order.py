@@ -92,7 +92,7 @@ def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
         if not moved:
             first = {rank: left[rank][min(running[rank])] for rank in range(len(rows)) if any(left[rank])}
             places = {rank: [f"{_WAYS[kind]} rank {other}" for kind, other in calls] for rank, calls in first.items()}
-            return rounds, ", ".join(f"rank {rank} stands at {' and '.join(at)}" for rank, at in places.items())
+            return rounds, ", ".join(f"rank {rank} stands at " + " and ".join(at) for rank, at in places.items())
 
 
 def replay_of_all(calls: list[Started]) -> tuple[int, str]:
