@@ -41,12 +41,12 @@ from course_lib.memory.papers import (
     korthikanti_layer_bytes,
     selective_flops_share,
 )
-from course_lib.memory.ranks import narrow
 from course_lib.memory.states import (
     RECIPES,
     LoRA,
     count_parameters,
     lora_parameters,
+    narrow,
     parameter_shapes,
     recipe_of,
     state_bytes,

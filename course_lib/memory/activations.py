@@ -20,9 +20,8 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
-from course_lib.memory.states import Recipe, block_shapes, recipe_of
+from course_lib.memory.states import Recipe, block_shapes, narrow, recipe_of
 
 FP32, INT64, MASK = 4, 8, 1  # bytes of a float32, of a token id or a place, of a bool
 CHOICE = INT64 + FP32 + MASK  # of a token's choice of an expert: its place, its weight, whether it has room

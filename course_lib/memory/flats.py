@@ -19,8 +19,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.flops import forward_flops_per_token, head_parameters
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, check_num_stages, even_layers, kv_replication
-from course_lib.memory.ranks import is_replicated, narrow
-from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes
+from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes, is_replicated, narrow
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 from course_lib.validate import Bytes, Size, checked

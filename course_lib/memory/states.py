@@ -1,11 +1,18 @@
-"""Bytes that do not depend on the batch: parameters, gradients, optimizer states, all from `parameter_shapes`."""
+"""Tensors of a model and of one rank of it, and the bytes of their states: what does not depend on the batch.
+
+A rank of tensor parallelism has heads N / t and K / t (at least one), MLP and experts F / t, vocabulary V / t; the
+width D of the residual stream stays. So every formula of this folder works on `narrow(config, tp)` as it is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
+from course_lib.layout.partition import check_heads, piece_sizes
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.validate import Bytes, Checked, Count, Size, checked, one_of
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
@@ -99,6 +106,66 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
 
 
+# ---- of one rank
+
+
+@lru_cache(maxsize=256)
+def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
+    """The model that one rank of tensor parallelism runs; where d_ff or V does not divide, the last are narrower.
+
+    Raises   ValueError if heads do not divide, or a rank would be left without a row
+    """
+    check_heads(config.num_heads, config.num_kv_heads, tp)
+    if not 0 <= tp_rank < tp:
+        raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
+    return replace(
+        config,
+        name=config.name if tp == 1 else f"{config.name}, rank {tp_rank} of tp {tp}",
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(config.num_kv_heads // tp, 1),
+        d_ff=piece_sizes(config.d_ff, tp)[tp_rank],
+        vocab_size=piece_sizes(config.vocab_size, tp)[tp_rank],
+        moe=config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp)[tp_rank]),
+    )
+
+
+def is_replicated(name: str) -> bool:
+    """Whether every rank of tp has all of a parameter: norms, biases after a sum, and what is too narrow to cut."""
+    return "norm" in name or name.endswith(("o.bias", "down.bias", "_down", "positions", "token_type", "router"))
+
+
+def whole_parameters(config: ModelConfig) -> int:
+    """Count the parameters that every rank of tp has whole."""
+    return _count({name: entry for name, entry in parameter_shapes(config).items() if is_replicated(name)})
+
+
+def tokens_of_rank(seq_len: int, cp: int) -> int:
+    """Tokens of one sequence that a rank has, S / cp; ValueError as `sequence_sharding.check_context`."""
+    check_context(seq_len, cp, "contiguous")
+    return seq_len // cp
+
+
+def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
+    """The same model, allowed to read that many tokens: RoPE has no table that ends, its memory is the same."""
+    return config if seq_len <= config.max_seq_len else replace(config, max_seq_len=seq_len)
+
+
+def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W)."""
+    local = narrow(config, tp)
+    return batch_size * tokens_of_rank(seq_len, cp) * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
+
+
+def boundary_bytes(
+    config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1, tp_rank: int = 0
+) -> int:
+    """What crosses from stage to stage for each micro-batch, and back: B S D numbers, cut by sequence parallelism."""
+    return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize
+
+
+# ---- states
+
+
 @dataclass(frozen=True)
 class Recipe(Checked):
     """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
@@ -187,12 +254,6 @@ def quantized_shapes(config: ModelConfig) -> Shapes:
     return {name: entry for name, entry in _linear(parameter_shapes(config)).items() if "." in name}
 
 
-def _four_bit_bytes(numel: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization: an 8-bit scale for 64 numbers, an FP32 one for 256 scales."""
-    blocks = -(-numel // 64)
-    return -(-numel // 2) + blocks + 4 * -(-blocks // 256)
-
-
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
     """List the adapters' tensors of a whole model; ValueError if a target names no linear layer of it."""
     known = {name.rpartition(".")[2] for name in _linear(parameter_shapes(config))}
@@ -217,29 +278,30 @@ def state_bytes(
 ) -> StateBytes:
     """Predict the bytes of parameters, gradients and optimizer states; with `lora` the adapters alone have all three.
 
-    Bytes    N * (param + grad + master + moments); `step_counters` adds torch's 4 bytes a tensor, in host memory
+    Bytes    N * (param + grad + master + moments); `step_counters` adds those of torch's optimizers, in host memory
     Raises   ValueError if recipe or optimizer is unknown
     """
     recipe, base = recipe_of(recipe), parameter_shapes(config)
     trained = lora_shapes(config, lora) if lora else base
     count, parameters = _count(trained), recipe.param_bytes * _count(base | trained)
     if lora is not None and lora.four_bits:
-        for shape, copies in quantized_shapes(config).values():
-            parameters -= copies * (recipe.param_bytes * prod(shape) - _four_bit_bytes(prod(shape)))
+        for shape, copies in quantized_shapes(config).values():  # NF4: a scale of a byte for 64 numbers, FP32 for 256
+            numel = prod(shape)
+            blocks = -(-numel // 64)
+            in_four_bits = -(-numel // 2) + blocks + 4 * -(-blocks // 256)
+            parameters -= copies * (recipe.param_bytes * numel - in_four_bits)
     moments = sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
-    counters = 4 * step_counters * sum(copies for _, copies in trained.values())
+    counters = sum(copies for _, copies in trained.values()) * counter_bytes(recipe, optimizer, step_counters)
     return StateBytes(parameters, recipe.grad_bytes * count, recipe.master_bytes * count + moments + counters)
 
 
-@checked
-def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
-    """Whether the optimizer keeps a 4-byte step counter a tensor: torch's do, the course's MasterAdamW does not."""
-    one_of("optimizer", optimizer, OPTIMIZERS)
-    return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
+def counter_bytes(recipe: Recipe, optimizer: str, step_counters: bool) -> int:
+    """Bytes of a tensor's step counter, where they are counted: torch's optimizers have one, MasterAdamW has none."""
+    return 4 * (step_counters and recipe.master_bytes == 0 and optimizer in ("adamw", "adafactor"))
 
 
 def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
-    """Bytes of one tensor's moments.
+    """Bytes of one tensor's moments; ValueError if the optimizer is unknown.
 
     8-bit Adam keeps an FP32 scale for each 256 numbers of each moment; tensors below 4096 numbers stay in FP32.
     Adafactor keeps no first moment, and of the second one number a row and one a column.

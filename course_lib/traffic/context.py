@@ -16,8 +16,7 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 
 from dataclasses import replace
 
-from course_lib.memory.ranks import kv_block_bytes, narrow, tokens_of_rank
-from course_lib.memory.states import recipe_of
+from course_lib.memory.states import kv_block_bytes, narrow, recipe_of, tokens_of_rank
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked

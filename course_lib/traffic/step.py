@@ -25,8 +25,7 @@ from dataclasses import replace
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import flats_of, layers_of
-from course_lib.memory.ranks import boundary_bytes
-from course_lib.memory.states import recipe_of
+from course_lib.memory.states import boundary_bytes, recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes

@@ -13,8 +13,7 @@ from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
 from course_lib.memory.flats import balanced_layers, flats_of, live_layers, stage_parameters
-from course_lib.memory.ranks import boundary_bytes
-from course_lib.memory.states import count_parameters
+from course_lib.memory.states import boundary_bytes, count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 from course_lib.run import Run

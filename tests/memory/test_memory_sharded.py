@@ -13,8 +13,7 @@ from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets, fits, saved_for_backward
 from course_lib.memory.flats import bucket_units, layer_units, tensors_of
 from course_lib.memory.papers import korthikanti_layer_bytes
-from course_lib.memory.ranks import narrow, whole_parameters
-from course_lib.memory.states import count_parameters, parameter_shapes, state_bytes
+from course_lib.memory.states import count_parameters, narrow, parameter_shapes, state_bytes, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bytes_by_place,
