@@ -33,14 +33,22 @@ from course_lib.layout import Layout, Mesh
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import even_layers, kv_replication
-from course_lib.memory.activations import block_terms
-from course_lib.memory.budget import NCCL_CHANNEL_BYTES, NCCL_CHANNELS, Budget, budgets, fits, saved_for_backward
-from course_lib.memory.flats import BUCKET_BYTES, flats_of, stage_parameters
-from course_lib.memory.papers import (
+from course_lib.memory.activations import (
+    block_terms,
     korthikanti_bytes,
     korthikanti_layer_bytes,
     selective_flops_share,
 )
+from course_lib.memory.budget import (
+    NCCL_CHANNEL_BYTES,
+    NCCL_CHANNELS,
+    Budget,
+    budgets,
+    fits,
+    saved_for_backward,
+    states_of,
+)
+from course_lib.memory.flats import BUCKET_BYTES, flats_of, stage_parameters
 from course_lib.memory.states import (
     RECIPES,
     LoRA,
@@ -51,7 +59,7 @@ from course_lib.memory.states import (
     recipe_of,
     state_bytes,
 )
-from course_lib.memory.zero import five_d_states, zero_bytes_per_parameter, zero_saving
+from course_lib.memory.zero import zero_bytes_per_parameter, zero_saving
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, bubble, interleaving_memory, make, peak_live, simulate
 from course_lib.schedules.instructions import loop_placement

@@ -25,12 +25,12 @@ from course_lib.memory.states import (
     LoRA,
     Recipe,
     StateBytes,
-    has_step_counters,
+    counter_bytes,
     quantized_shapes,
     recipe_of,
     state_bytes,
 )
-from course_lib.memory.zero import bytes_by_place, five_d_states
+from course_lib.memory.zero import zero_state_bytes
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -69,11 +69,6 @@ class Budget:
     def states_bytes(self) -> int:
         """Parameters, gradients and optimizer at the end of backward."""
         return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def between_steps_bytes(self) -> int:
-        """What is there between two steps: the update has freed the gradients."""
-        return self.parameters + self.optimizer
 
     @property
     def peak_bytes(self) -> int:
@@ -152,8 +147,9 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     peak = fullest.plus(always)._asdict() | on_device
     if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
         peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
-    places = Counter(bytes_by_place(states, offload))
-    places[offload.activations] += moved_bytes(layout, pp_rank, stages)
+    places = Counter({offload.optimizer: states.optimizer})
+    places.update({offload.parameters: states.parameters})
+    places.update({offload.activations: moved_bytes(layout, pp_rank, stages)})
     reserve = round((facts.reserved_share - 1) * sum(peak.values()))
     return Budget(
         **largest._replace(gradients=states.gradients)._asdict(),
@@ -213,13 +209,17 @@ def overheads_of(run: Run) -> dict[str, int]:
 
 @checked
 def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
-    """Parameters, gradients and optimizer states of one rank, to the byte."""
-    layout, recipe = run.layout, recipe_of(run.recipe)
-    counters = run.device == "cpu" and has_step_counters(recipe, run.optimizer)
+    """Predict parameters, gradients and optimizer states of one rank, to the byte; on a CPU torch's counters too."""
+    zero, recipe, on_cpu = run.layout.zero_stage, recipe_of(run.recipe), run.device == "cpu"
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
-    if not_flat and layout.zero_stage == 0 and layout.world_size == layout.dp:
-        return state_bytes(run.config, recipe, run.optimizer, run.lora, step_counters=counters)
-    return five_d_states(run.config, with_any_batch(layout), pp_rank, tp_rank, recipe, run.optimizer, counters)
+    if not_flat and zero == 0 and run.layout.world_size == run.layout.dp:
+        return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
+    flats, total = flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes), Counter()
+    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
+        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer)
+        total.update({kind: count * size for kind, size in vars(of_one).items()})
+        total["optimizer"] += count * len(sizes) * counter_bytes(recipe, run.optimizer, on_cpu and zero == 0)
+    return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
 
 @lru_cache(maxsize=2048)

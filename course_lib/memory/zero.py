@@ -11,15 +11,12 @@ With P parameters, 2 bytes each for parameter and gradient, 12 for an FP32 maste
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Literal
 
-from course_lib.config import ModelConfig
-from course_lib.layout import Layout
-from course_lib.memory.flats import flats_of, padded
+from course_lib.memory.flats import padded
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
 from course_lib.validate import Amount, Size, checked, one_of, whole
 
@@ -56,29 +53,6 @@ def zero_state_bytes(
 def wire_grad_bytes(recipe: Recipe) -> int:
     """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
     return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
-
-
-@lru_cache(maxsize=1024)
-def five_d_states(
-    config: ModelConfig,
-    layout: Layout,
-    pp_rank: int = 0,
-    tp_rank: int = 0,
-    recipe: Recipe | str = "bf16-master",
-    optimizer: str = "adamw",
-    step_counters: bool = False,
-) -> StateBytes:
-    """Parameters, gradients and optimizer states of one rank, to the byte.
-
-    step_counters   torch's 4 bytes a tensor, where nothing is sharded
-    """
-    flats, zero = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes), layout.zero_stage
-    total = Counter()
-    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
-        one = zero_state_bytes(sizes, zero, ranks, recipe, optimizer)
-        total.update({kind: count * size for kind, size in vars(one).items()})
-        total["optimizer"] += count * 4 * len(sizes) * (step_counters and zero == 0)
-    return StateBytes(*(total[kind] for kind in _SHARDED_FROM_STAGE))
 
 
 # ---- the papers' continuous form
@@ -123,14 +97,6 @@ class Offload:
     def __post_init__(self) -> None:
         for field, place in vars(self).items():
             one_of(field, place, ("device", "host", "disk"))
-
-
-def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
-    """Add up a rank's states by where they wait between steps; gradients stay on the device."""
-    places = {"device": states.gradients, "host": 0, "disk": 0}
-    places[offload.optimizer] += states.optimizer
-    places[offload.parameters] += states.parameters
-    return places
 
 
 @checked
