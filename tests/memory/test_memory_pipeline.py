@@ -8,11 +8,11 @@ import torch
 from kept_bytes import kept_bytes
 
 from course_lib import model, training
-from course_lib.config import ModelConfig, preset
+from course_lib.config import preset
 from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
-from course_lib.memory.flats import balanced_layers, flats_of, live_layers, stage_parameters
+from course_lib.memory.flats import flats_of, live_layers, stage_parameters
 from course_lib.memory.states import boundary_bytes, count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
@@ -34,19 +34,6 @@ SMALL_GPT = replace(TOY, name="gpt", family="gpt", num_kv_heads=TOY.num_heads)
 
 
 # ---- layers and parameters
-
-
-def test_balanced_layers_make_the_largest_stage_as_small_as_any_other_choice():
-    untied = ModelConfig("small", 7, 32, 4, 2, d_ff=80, vocab_size=900, max_seq_len=64)
-    choices = [[a, b, 7 - a - b] for a in range(1, 6) for b in range(1, 7 - a)]
-    for config in (untied, replace(untied, tied=True)):  # a tied head is a copy there, as large
-        ours = max(stage_parameters(config, balanced_layers(config, 3)))
-        assert ours == min(max(stage_parameters(config, layers)) for layers in choices)
-    assert balanced_layers(LLAMA_8B, 8) == [2, 5, 5, 5, 5, 4, 4, 2]
-    # an embedding costs no time, a head as much as two layers: balanced in one, stages are not in the other
-    assert balanced_layers(LLAMA_8B, 8, by="flops") == [5, 5, 4, 4, 4, 4, 4, 2]
-    with pytest.raises(ValueError, match="choose from parameters, flops"):
-        balanced_layers(LLAMA_8B, 8, by="tokens")
 
 
 def test_a_tied_head_is_a_copy_on_the_last_stage():
