@@ -5,7 +5,6 @@ flats.py         the parameter tensors of a rank: stages, units, and the flats t
 zero.py          ZeRO: what a rank holds of each kind, under any layout; offload
 run.py           a run as one record: model, layout, recipe, device, optimizer
 activations.py   what is saved for the backward pass, term by term, under any layout
-backward.py      what a backward holds layer by layer, which gradients have come, what ZeRO puts together
-peak.py          the fullest moment of a step: what is in flight, what each moment holds, and the update
+peak.py          the fullest moment of a step: what is in flight, what a backward holds, which gradients have come
 budget.py        budgets(run): all of it together, for each rank of a pipeline
 """

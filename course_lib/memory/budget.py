@@ -17,9 +17,8 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
-from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
+from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, moments, moved_bytes, stage_of
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
     LoRA,

@@ -5,24 +5,106 @@
     end of a backward           one micro-batch less; the gradients of all parameters
     update                      no activations; all gradients; FP32 copies of a tensor
 
-What one micro-batch saves is in activations.py, what its backward makes besides in backward.py; the schedule's list
-says how many are in flight.
+What one micro-batch saves is in activations.py; the schedule's list says how many are in flight. A layer's backward
+begins with all that the layer saved, and frees it from the last operator to the first. It is fullest in the MLP or
+where the experts' gradients are there, in the second norm, which computes in FP32, or in attention's core.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import add, le
 from typing import NamedTuple
 
 from course_lib.layout import Layout
-from course_lib.memory.activations import FP32, Part
-from course_lib.memory.backward import Gradients, Stage
-from course_lib.memory.flats import schedule_of
-from course_lib.memory.states import recipe_of
+from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
+from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
+from course_lib.memory.states import Recipe, recipe_of
+from course_lib.memory.zero import wire_grad_bytes
 from course_lib.schedules.messages import steps_of_rank
+
+
+class Held(NamedTuple):
+    """Bytes that a rank holds at a moment beside parameters and optimizer."""
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+    temporary: int = 0
+    gathered: int = 0
+
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held(*map(add, self, other))
+
+
+class Moment(NamedTuple):
+    """A moment of one micro-batch's backward on a stage, in bytes.
+
+    unit, after   the last tensor of a unit whose gradient is there; "" as the unit begins
+    activations   what is not free yet of what was saved, what was made again, what waits for gradients of weights
+    work          gradients inside the unit, and what operators need
+    copied        that tensor's gradient, as autograd made it, while it is copied or added
+    """
+
+    name: str
+    unit: str
+    after: str
+    activations: int
+    work: int
+    copied: int = 0
+    logits: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Bytes of one micro-batch on one stage: activations and logits are saved from its forward to its backward pass.
+
+    waiting   between the two parts of a split backward: what gradients of weights need
+    moments   of its backward; `forward` of its forward pass, where that can be the fullest: experts
+    moved     off the device, of all that is saved
+    """
+
+    activations: int
+    logits: int
+    waiting: int
+    moments: tuple[Moment, ...]
+    moved: int = 0
+    forward: tuple[Moment, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """What is there when backward starts."""
+        return self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Bytes of one stage's gradients, and of what ZeRO puts together.
+
+    held     once a backward has gone through: whole, or this rank's shards
+    early    of that, once the first part of a split backward has; `product` the largest gradient of its second part
+    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
+             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
+    copied   whether autograd's own gradients are copied: to buffers
+    whole    ZeRO-3: whole parameters of a unit and of the next, by unit
+    """
+
+    held: int
+    early: int
+    product: int
+    at: dict[tuple[str, str], tuple[int, int, int]]
+    copied: bool
+    whole: dict[str, int]
+
+    def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
+        """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
+        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
+
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 
@@ -87,20 +169,6 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
     return tuple(one for like in found.values() for one in like)
 
 
-class Held(NamedTuple):
-    """Bytes that a rank holds at a moment beside parameters and optimizer."""
-
-    gradients: int = 0
-    activations: int = 0
-    logits: int = 0
-    temporary: int = 0
-    gathered: int = 0
-
-    def plus(self, other: Held) -> Held:
-        """Both together."""
-        return Held(*map(add, self, other))
-
-
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
     """Yield each moment of a rank's step that can be its fullest, by name.
 
@@ -139,6 +207,219 @@ def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
         sum((now.saved[one] + (one == now.stage)) * stage.moved for one, (stage, _) in stages.items())
         for now in instants(layout, pp_rank)
     )
+
+
+# ---- one micro-batch on one stage
+
+
+@lru_cache(maxsize=2048)
+def stage_of(part: Part, stage: int) -> Stage:
+    """The sums of one stage, layer by layer."""
+    config, layout, counts = part.run.config, part.run.layout, layers_of(part.run.config, part.run.layout)
+    layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
+    sorts = {layer: config.has_experts(layer) for layer in layers}
+    like = {sort: layer for layer, sort in sorts.items()}
+    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, layer)) for sort, layer in like.items()}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
+    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items() if part.in_layers}
+    start, (end, of_head, targets, logits) = start_bytes(part, stage), end_bytes(part) if is_last else (0, 0, 0, 0)
+    kept = start + sum(saved[sort] for sort in sorts.values())
+    total, waiting, here = kept + end, is_last * of_head, not part.is_away
+    moments, forward = _end_moments(part, here * total, logits) if is_last else [], ()
+    if sorts.get(layers[-1]) and layout.recompute != "full":
+        there = targets + kept - layer_terms(part, layers[-1])[1].get("shared experts", 0)
+        forward = (Moment("experts, forward", "", "", there, _forward_of_experts(part)),)
+    for layer in reversed(layers):
+        kept -= saved[sorts[layer]]
+        # activations fall from layer to layer and gradients grow: between like layers none is the fullest
+        if any(sorts.get(layer + step) != sorts[layer] for step in (-2, -1, 1, 2)):
+            beside = waiting + here * kept
+            of_layer = inside.get(sorts[layer], ())
+            moments += [one._replace(unit=f"blocks.{layer}", activations=one.activations + beside) for one in of_layer]
+        waiting += waits[sorts[layer]]
+    if stage == 0:
+        beside, stream = waiting + here * start, part.stream
+        embed = config.d_model * part.local.vocab_size * part.r * (part.run.lora is None)
+        if config.tied and config.family != "xlmr" and is_last and not part.split:  # the sum may be a third tensor
+            moments.append(Moment("embedding", "embed", "positions", beside, stream + embed * (1 + (layout.tp == 1))))
+        else:
+            moments.append(Moment("embedding", "embed", "embed", beside, stream, embed))
+    moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
+    if part.is_away:
+        return Stage(targets, 0, waiting, moments, total + logits)
+    return Stage(targets + total, logits, waiting, moments, 0, forward)
+
+
+# ---- work space
+
+
+def _layer_moments(part: Part, layer: int) -> list[Moment]:
+    """The moments of a layer's backward, and the activations of this layer that are there then."""
+    c, run, stream = part.local, part.run, part.stream
+    whole = layer_terms(part, layer, "none")
+    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, layer)
+    before = sum(first.values())
+    left = before + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    again = sum(whole[0].values()) - before
+    if again and run.attention == "standard":  # beside its inputs; what o read is free
+        again = whole[0]["core"] - first["input of o"]
+    in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
+    in_core, free = left + again - first["dropout masks"], 0
+    if part.is_away:  # what comes back for one operator: a product's factors
+        in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
+        in_norm, in_core = second["residual"], first["core"] + first["input of o"]
+    elif run.attention == "standard":  # values are free once they were multiplied by scores
+        free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
+    return [
+        *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
+        Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
+        Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
+    ]
+
+
+def _mlp_moments(part: Part, saved: int, terms: Terms) -> list[Moment]:
+    """Gradients of an MLP's product, SiLU and up; then gate's and up's products, whose input is gathered again."""
+    c, layout, rows, is_here = part.local, part.run.layout, part.rows, not part.is_away
+    inputs, dx, product = 1 + (c.family == "llama"), rows * c.d_model * part.e, rows * c.d_ff * part.e
+    # over tp both are one operator; a batch of sequences is copied when it is gathered
+    again = (1 + (layout.micro_batch > 1)) * dx * (part.entered < rows) + part.stream * layout.sequence_parallel
+    matrix = c.d_ff * c.d_model * part.e * (not part.split and part.run.lora is None)
+    products = max(dx, inputs * matrix) if layout.tp > 1 else matrix
+    free, later = is_here * rows * c.d_ff * part.saves("down"), saved - is_here * terms["MLP"]
+    return [
+        Moment("MLP", "", "mlp.down", saved, part.stream + (inputs + 1) * product - free),
+        Moment("MLP's input", "", "mlp.down", later, part.stream + inputs * product + again + dx + products),
+    ]
+
+
+def _expert_moments(part: Part, saved: int, terms: Terms) -> list[Moment]:
+    """Gradients of the rows that came and went, or the forward that is made again; a shared expert's are through."""
+    c, layout, token = part.local, part.run.layout, part.local.d_model * part.e
+    work = (c.moe.top_k * 3 + (c.moe.num_shared_experts > 0)) * part.routed * token
+    if layout.recompute == "full":
+        work = max(work, part.rows * token * layout.sequence_parallel + _forward_of_experts(part))
+    work += part.stream - terms.get("shared experts", 0)
+    return [Moment("experts", "", "moe.shared.gate", saved, work)]
+
+
+def _forward_of_experts(part: Part) -> int:
+    """What experts need besides what they save: rows as they go, come and return, their weighted sum."""
+    layout, tokens, k = part.run.layout, part.routed * part.local.d_model * part.e, part.local.moe.top_k
+    if layout.ep == 1:
+        return (k + 2) * tokens
+    if layout.expert_method == "plain":
+        return (4 * k + 2) * tokens
+    return (max(k, 2) + 3 * min(k, layout.ep)) * tokens
+
+
+def _norm_work(part: Part) -> int:
+    """Four tensors in FP32 that RMSNorm's backward has at once; LayerNorm's is one kernel."""
+    size = 4 * max(FP32, part.r) if part.local.family == "llama" else part.r
+    return part.own_rows * part.local.d_model * size
+
+
+def _core_work(part: Part) -> int:
+    """Gradients of q, k, v and of the output; of scores, or of keys and values that go from rank to rank."""
+    c, rows, e, layout = part.local, part.rows, part.e, part.run.layout
+    N, H, W = c.num_heads, c.head_dim, c.value_dim
+    queries, pairs, out = rows * N * H * e, rows * c.num_kv_heads * (H + W) * e, rows * N * W * e
+    filled = rows * N * max(H, W) * e if H != W else 0  # values as long as keys
+    if part.run.attention == "standard":
+        return 2 * rows * N * part.run.seq_len * max(part.softmax, e) + out
+    if layout.cp == 1:
+        return (4 * filled or queries + pairs) + out
+    if layout.cp_method == "ulysses":
+        return 2 * (queries + pairs + out)
+    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent; and the next two
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 5 * wider + 3
+    return out + queries * (wider + (wider > 1)) + 3 * filled + pairs * blocks
+
+
+def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
+    """The loss, the head's backward, and the final norm's."""
+    rows, e, engine, D, V = part.rows, part.e, part.engine, part.local.d_model, part.local.vocab_size
+    reads = part.local.family != "xlmr" and (part.run.lora is None or "head" in part.run.lora.targets)
+    left = max(0, total - part.entered * D * e * reads)  # without the head's input
+    of_norm = Moment("final norm", "end", "head", left, part.stream + _norm_work(part))
+    if part.local.family == "xlmr":
+        return [of_norm]
+    numel, dx, tp = rows * V // part.run.loss_chunks, rows * D * e, part.run.layout.tp > 1
+    weight = product = 0 if part.run.lora is not None or part.split else V * D
+    loss, dlogits = numel * e * (1 if tp else 2), numel * e
+    if part.head_in_forward:  # a chunk's logits, or the product that is added to the sum, beside them; then a cast
+        loss = max(numel * (part.fp32 + (e < FP32) * e), (numel + V * D) * e * (e < FP32)) + dx
+        dlogits, weight, product = logits, V * D, V * D * (e < FP32)
+    elif e < FP32:  # beside a copy in FP32
+        loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
+    return [
+        Moment("loss", "", "", total, loss, logits=logits),
+        Moment("head", "end", "", total, dlogits + dx + product * e),
+        Moment("head's gradient", "end", "head", left, dx, weight * part.r),
+        of_norm,
+    ]
+
+
+# ---- gradients, and parameters that are whole
+
+
+def gradients_of(
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+) -> Gradients:
+    """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
+
+    A bucket is there from its first gradient on, with ZeRO-2 and 3 until the next one is full; a shard once it is sent.
+
+    is_tied   whether the head's gradient waits for the embedding's
+    """
+    raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
+    time = {one.name: index for index, one in enumerate(reversed(tensors))}
+    # a split backward makes gradients that are of no product in its first part
+    of_no_product = {name for name in time if _is_of_no_product(name)} if layout.splits_backward else set()
+    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
+    shared = [flat for flat in flats if zero or flat.ranks > 1]
+    groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
+    has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
+    if not has_buffers:
+        alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
+        groups += [((one,), raw * one.numel, 0) for one in tensors if one.name in alone]
+    left = {one.unit: index for index, one in enumerate(reversed(tensors))}  # when backward has gone through a unit
+    ends = accumulate((max(time[one.name] for one in group) for group, _, _ in groups), max)  # sent in one order
+    full = [left[group[0].unit] for group, _, _ in groups] if zero == 3 else [*ends]
+    following = dict(pairwise([*sorted({*full}), len(time)]))  # when the next bucket is full
+    for (group, size, ranks), end in zip(groups, full, strict=True):
+        begun = min(time[one.name] for one in group)
+        if ranks:  # a whole one, then beside its shard of the sum
+            kept = size // ranks
+            for when, change in ((begun, size), (end + 1, kept), (following[end] + 1, -size - kept)):
+                leaving[when] += change
+            size, begun = kept, following[end] + 1
+        there[begun] += size
+        early[min((time[one.name] for one in group if one.name in of_no_product), default=-1)] += size
+    of_none = early.pop()
+    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
+    tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
+    at, before = {}, (0, 0, 0)
+    for one, *sizes in zip(reversed(tensors), there, early, leaving, strict=False):
+        at.setdefault((one.unit, ""), before)
+        before = sizes[0], sizes[1], sizes[2] + tied * (one.name != "embed")
+        at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
+    product = max((raw * one.numel for one in tensors if one.name not in of_no_product), default=0)
+    is_copied, whole = bool(shared) or has_buffers, _whole(flats, raw, tied) if zero == 3 else {}
+    return Gradients(there[-1], there[-1] - of_none, product, at, is_copied, whole)
+
+
+def _is_of_no_product(name: str) -> bool:
+    return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
+
+
+def _whole(flats: Sequence[Flat], raw: int, tied: int) -> dict[str, int]:
+    """ZeRO-3: bytes of a unit and of the one in front of it, by unit; a tied embedding is whole all the time."""
+    full = Counter()
+    for flat in flats:
+        full[flat.unit] += raw * flat.padded
+    neighbours = zip(full, full.values(), [0, *full.values()], strict=False)
+    stays = full["embed"] * bool(tied)
+    return {unit: own + front + stays * (index > 1) for index, (unit, own, front) in enumerate(neighbours)}
 
 
 # ---- the update
