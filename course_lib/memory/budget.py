@@ -18,7 +18,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
-from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, moments, moved_bytes, stage_of
+from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, instants, moments, stage_of
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
     LoRA,
@@ -148,7 +148,10 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
         peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
     places = Counter({offload.optimizer: states.optimizer})
     places.update({offload.parameters: states.parameters})
-    places.update({offload.activations: moved_bytes(layout, pp_rank, stages)})
+    if part.is_away:
+        of_each = [{**now.saved, now.stage: now.saved[now.stage] + 1} for now in instants(layout, pp_rank)]
+        saved = [sum(count * stages[one][0].moved for one, count in counts.items()) for counts in of_each]
+        places[offload.activations] += max(saved)
     reserve = round((facts.reserved_share - 1) * sum(peak.values()))
     return Budget(
         **largest._replace(gradients=states.gradients)._asdict(),

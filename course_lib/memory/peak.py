@@ -86,24 +86,20 @@ class Stage:
 class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
-    held     once a backward has gone through: whole, or this rank's shards
-    early    of that, once the first part of a split backward has; `product` the largest gradient of its second part
-    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
-             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
-    copied   whether autograd's own gradients are copied: to buffers
+    held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
+    at       by unit and tensor, while its gradient comes: those of a first backward; whole ones on their way, with
+             ZeRO-2 and 3, and a tied head's, which waits for the embedding's
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
     """
 
     held: int
-    early: int
     product: int
-    at: dict[tuple[str, str], tuple[int, int, int]]
-    copied: bool
+    at: dict[tuple[str, str], tuple[int, int]]
     whole: dict[str, int]
 
-    def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
+    def after(self, unit: str, tensor: str) -> tuple[int, int]:
         """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
-        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
+        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0))
 
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
@@ -113,7 +109,7 @@ class Instant(NamedTuple):
     """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
 
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    begun     stages through whose first part of a backward it went; `done` those whose gradients are all there
+    done      stages whose gradients are all there
     messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
     counts    all of these together, and of each stage those that are saved and those that wait
     """
@@ -122,14 +118,9 @@ class Instant(NamedTuple):
     stage: int
     saved: dict[int, int]
     waiting: dict[int, int]
-    begun: frozenset[int]
     done: frozenset[int]
     messages: int
     counts: tuple[int, ...]
-
-    def is_within(self, other: Instant) -> bool:
-        """Whether less, or as much, is there beside its own micro-batch: a message is less than what one saved."""
-        return all(map(le, self.counts, other.counts))
 
 
 def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
@@ -145,7 +136,7 @@ def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
     made = schedule_of(schedule, pp, micro_batches, v)
     saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    begun, done, posted, on_the_way, found = set(), set(), set(), set(), {}
+    done, posted, on_the_way, found = frozenset(), set(), set(), {}
     for step in steps_of_rank(made, pp_rank):
         op, _, stage = step.instruction
         posted |= {message for message, _ in step.post}
@@ -154,16 +145,14 @@ def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank
         saved[stage] -= op in "BI"
         waiting[stage] -= op == "W"
         messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
-        counts = (*saved.values(), *waiting.values())
-        kind = op, stage, frozenset(begun - done), frozenset(done)
-        now = Instant(op, stage, dict(saved), dict(waiting), *kind[2:], messages, (sum(counts) + messages, *counts))
-        like = found.setdefault(kind, [])
-        if not any(now.is_within(one) for one in like):
-            like[:] = [*(one for one in like if not one.is_within(now)), now]
+        counts = (sum(saved.values()) + sum(waiting.values()) + messages, *saved.values(), *waiting.values())
+        like = found.setdefault((op, stage, done), [])
+        if not any(all(map(le, counts, one.counts)) for one in like):  # a message is less than what one saved
+            like[:] = (one for one in like if not all(map(le, one.counts, counts)))
+            like.append(Instant(op, stage, dict(saved), dict(waiting), done, messages, counts))
         saved[stage] += op == "F"
         waiting[stage] += op == "I"
-        if op != "F":
-            (begun if op == "I" else done).add(stage)
+        done |= {stage} if op in "BW" else set()
         if step.gives is not None:
             (posted if step.dst is None else on_the_way).add(step.gives)
     return tuple(one for like in found.values() for one in like)
@@ -177,8 +166,7 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
     for now in instants(layout, pp_rank):
         held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
-            made = gradients.early * (one in now.begun) + gradients.held * (one in now.done)
-            saved = now.saved[one]
+            saved, made = now.saved[one], gradients.held * (one in now.done)
             activations = saved * stage.activations + now.waiting[one] * stage.waiting
             held = held.plus(Held(made, activations, saved * stage.logits))
         for name, own in backward_moments(now, *stages[now.stage]):
@@ -189,24 +177,14 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
-        made, product = is_first * (gradients.held - gradients.early), gradients.product
-        yield "first product", Held(activations=stage.waiting, temporary=product)
-        yield "last product", Held(made, temporary=product)
+        yield "first product", Held(activations=stage.waiting, temporary=gradients.product)
+        yield "last product", Held(is_first * gradients.held, temporary=gradients.product)
         return
     for one in stage.forward if now.op == "F" else stage.moments:
-        there, early, leaving = gradients.after(one.unit, one.after)
-        made = early * (now.stage not in now.begun) if now.op == "I" else there
-        work = one.work + leaving + one.copied * (gradients.copied or not is_first)
-        gathered = gradients.whole.get(one.unit, 0)
-        yield one.name, Held(is_first * made, one.activations, one.logits, work, gathered)
-
-
-def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
-    """Activations that wait off the device at once."""
-    return max(
-        sum((now.saved[one] + (one == now.stage)) * stage.moved for one, (stage, _) in stages.items())
-        for now in instants(layout, pp_rank)
-    )
+        there, leaving = gradients.after(one.unit, one.after)
+        made = there * (is_first and now.op == "B")  # a backward's first part makes hardly any
+        work, gathered = one.work + leaving + one.copied, gradients.whole.get(one.unit, 0)
+        yield one.name, Held(made, one.activations, one.logits, work, gathered)
 
 
 # ---- one micro-batch on one stage
@@ -232,7 +210,7 @@ def stage_of(part: Part, stage: int) -> Stage:
     for layer in reversed(layers):
         kept -= saved[sorts[layer]]
         # activations fall from layer to layer and gradients grow: between like layers none is the fullest
-        if any(sorts.get(layer + step) != sorts[layer] for step in (-2, -1, 1, 2)):
+        if any(sorts.get(layer + step) != sorts[layer] for step in (-1, 1)):
             beside = waiting + here * kept
             of_layer = inside.get(sorts[layer], ())
             moments += [one._replace(unit=f"blocks.{layer}", activations=one.activations + beside) for one in of_layer]
@@ -264,16 +242,14 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
-    in_core, free = left + again - first["dropout masks"], 0
+    in_core = left + again - first["dropout masks"]
     if part.is_away:  # what comes back for one operator: a product's factors
         in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
-    elif run.attention == "standard":  # values are free once they were multiplied by scores
-        free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
         *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
-        Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
+        Moment("attention", "", "attention.o", in_core, stream + _core_work(part)),
     ]
 
 
@@ -323,16 +299,15 @@ def _core_work(part: Part) -> int:
     c, rows, e, layout = part.local, part.rows, part.e, part.run.layout
     N, H, W = c.num_heads, c.head_dim, c.value_dim
     queries, pairs, out = rows * N * H * e, rows * c.num_kv_heads * (H + W) * e, rows * N * W * e
-    filled = rows * N * max(H, W) * e if H != W else 0  # values as long as keys
     if part.run.attention == "standard":
         return 2 * rows * N * part.run.seq_len * max(part.softmax, e) + out
     if layout.cp == 1:
-        return (4 * filled or queries + pairs) + out
+        return queries + pairs + out
     if layout.cp_method == "ulysses":
         return 2 * (queries + pairs + out)
     wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent; and the next two
     blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 5 * wider + 3
-    return out + queries * (wider + (wider > 1)) + 3 * filled + pairs * blocks
+    return out + queries * wider + pairs * blocks
 
 
 def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
@@ -373,9 +348,7 @@ def gradients_of(
     """
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     time = {one.name: index for index, one in enumerate(reversed(tensors))}
-    # a split backward makes gradients that are of no product in its first part
-    of_no_product = {name for name in time if _is_of_no_product(name)} if layout.splits_backward else set()
-    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
+    there, leaving = ([0] * (len(time) + 2) for _ in range(2))
     shared = [flat for flat in flats if zero or flat.ranks > 1]
     groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
     has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
@@ -394,32 +367,20 @@ def gradients_of(
                 leaving[when] += change
             size, begun = kept, following[end] + 1
         there[begun] += size
-        early[min((time[one.name] for one in group if one.name in of_no_product), default=-1)] += size
-    of_none = early.pop()
-    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
+    there, leaving = [*accumulate(there)], [*accumulate(leaving)]
     tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
-    at, before = {}, (0, 0, 0)
-    for one, *sizes in zip(reversed(tensors), there, early, leaving, strict=False):
+    at, before, whole = {}, (0, 0), Counter()
+    for one, made, on_the_way in zip(reversed(tensors), there, leaving, strict=False):
         at.setdefault((one.unit, ""), before)
-        before = sizes[0], sizes[1], sizes[2] + tied * (one.name != "embed")
+        before = made, on_the_way + tied * (one.name != "embed")
         at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
-    product = max((raw * one.numel for one in tensors if one.name not in of_no_product), default=0)
-    is_copied, whole = bool(shared) or has_buffers, _whole(flats, raw, tied) if zero == 3 else {}
-    return Gradients(there[-1], there[-1] - of_none, product, at, is_copied, whole)
-
-
-def _is_of_no_product(name: str) -> bool:
-    return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
-
-
-def _whole(flats: Sequence[Flat], raw: int, tied: int) -> dict[str, int]:
-    """ZeRO-3: bytes of a unit and of the one in front of it, by unit; a tied embedding is whole all the time."""
-    full = Counter()
-    for flat in flats:
-        full[flat.unit] += raw * flat.padded
-    neighbours = zip(full, full.values(), [0, *full.values()], strict=False)
-    stays = full["embed"] * bool(tied)
-    return {unit: own + front + stays * (index > 1) for index, (unit, own, front) in enumerate(neighbours)}
+    product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
+    for flat in flats if zero == 3 else ():
+        whole[flat.unit] += raw * flat.padded
+    with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
+    if tied:  # its embedding is whole all the time
+        with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
+    return Gradients(there[-1], product, at, with_next)
 
 
 # ---- the update
