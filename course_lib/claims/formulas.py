@@ -58,8 +58,9 @@ from course_lib.memory.states import (
     parameter_shapes,
     recipe_of,
     state_bytes,
+    zero_bytes_per_parameter,
+    zero_saving,
 )
-from course_lib.memory.zero import zero_bytes_per_parameter, zero_saving
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, bubble, interleaving_memory, make, peak_live, simulate
 from course_lib.schedules.instructions import loop_placement

@@ -1,8 +1,7 @@
 """Memory of training, as formulas.
 
-states.py        parameters, gradients, optimizer: bytes a parameter, recipe by recipe; adapters; active parameters
+states.py        tensors of a model and of a rank of tp; parameters, gradients, optimizer; adapters; ZeRO; offload
 flats.py         the parameter tensors of a rank: stages, units, and the flats that are summed and sharded
-zero.py          ZeRO: what a rank holds of each kind, under any layout; offload
 run.py           a run as one record: model, layout, recipe, device, optimizer
 activations.py   what is saved for the backward pass, term by term, under any layout
 peak.py          the fullest moment of a step: what is in flight, what a backward holds, which gradients have come

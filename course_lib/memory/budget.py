@@ -24,12 +24,11 @@ from course_lib.memory.states import (
     LoRA,
     Recipe,
     StateBytes,
-    counter_bytes,
     quantized_shapes,
     recipe_of,
     state_bytes,
+    zero_state_bytes,
 )
-from course_lib.memory.zero import zero_state_bytes
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -218,9 +217,8 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
     flats, total = flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes), Counter()
     for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
-        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer)
+        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer, on_cpu)
         total.update({kind: count * size for kind, size in vars(of_one).items()})
-        total["optimizer"] += count * len(sizes) * counter_bytes(recipe, run.optimizer, on_cpu and zero == 0)
     return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
 

@@ -18,7 +18,16 @@ from typing import NamedTuple
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication
-from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes, is_replicated, narrow
+from course_lib.memory.states import (
+    LoRA,
+    Shapes,
+    adapter_shapes,
+    block_shapes,
+    end_shapes,
+    is_replicated,
+    narrow,
+    padded,
+)
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 from course_lib.validate import Bytes, Size, checked
@@ -176,11 +185,6 @@ class Flat(NamedTuple):
     sizes: tuple[int, ...]
     numel: int
     padded: int
-
-
-def padded(numel: int, ranks: int) -> int:
-    """The next multiple of `ranks`: what a flat of so many elements occupies, all ranks together."""
-    return -(-numel // ranks) * ranks
 
 
 def flats_of(

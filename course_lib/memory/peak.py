@@ -23,8 +23,7 @@ from typing import NamedTuple
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
 from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
-from course_lib.memory.states import Recipe, recipe_of
-from course_lib.memory.zero import wire_grad_bytes
+from course_lib.memory.states import Recipe, recipe_of, wire_grad_bytes
 from course_lib.schedules.messages import steps_of_rank
 
 

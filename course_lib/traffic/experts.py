@@ -15,7 +15,7 @@ from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import layers_of
-from course_lib.memory.states import recipe_of, tokens_of_rank
+from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
@@ -29,7 +29,7 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
     if layout.ep == 1:
         return []
     num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
-    tokens, row = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp), run.config.d_model * itemsize
+    tokens, row = layout.micro_batch * (run.seq_len // layout.cp), run.config.d_model * itemsize
     tokens //= layout.fold
     plain = layout.expert_method == "plain"
     weights, ids = (0, 0) if plain else (moe.top_k * max(4, itemsize), moe.top_k * ID_BYTES)

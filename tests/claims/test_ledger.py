@@ -126,13 +126,13 @@ def test_what_is_stated_is_met_or_not(stated, value, tolerance, met):
 
 def test_the_values_of_a_claim_change_with_the_package(monkeypatch):
     """Nothing is stored: with other bytes per parameter the claims on states fail."""
-    from course_lib.memory import zero
+    from course_lib.memory import states
 
     (claim,) = claims_named(["C061"])
     assert recompute(claim).values["gb"] == pytest.approx(31.40625)
     monkeypatch.setattr("course_lib.claims.formulas.zero_bytes_per_parameter", lambda stage, dp: 18)
     assert "is not met" in verdict_problem(claim)
-    assert zero.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
+    assert states.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
 
 
 def test_what_is_left_of_a_gpu_is_counted_in_one_unit():

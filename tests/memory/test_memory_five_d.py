@@ -7,8 +7,7 @@ from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, states_of
 from course_lib.memory.flats import flats_of
-from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import padded
+from course_lib.memory.states import count_parameters, padded
 from course_lib.model import Llama
 from course_lib.run import Run
 

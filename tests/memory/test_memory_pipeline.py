@@ -13,7 +13,7 @@ from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
 from course_lib.memory.flats import flats_of, live_layers, stage_parameters
-from course_lib.memory.states import boundary_bytes, count_parameters
+from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 from course_lib.run import Run
@@ -102,8 +102,3 @@ def test_ranks_of_a_pipeline_hold_different_amounts():
     assert total == budget(LLAMA_8B, 1, 4096).states_bytes
     zero = budgets(Run(TIED, Layout(pp=4, micro_batches=8, zero_stage=3, dp=8), 4096))
     assert sum(rank.optimizer for rank in zero) * 8 == 12 * sum(stage_parameters(TIED, even_layers(16, 4)))
-
-
-def test_what_crosses_a_boundary_is_the_stream_alone():
-    assert boundary_bytes(LLAMA_405B, 1, 8192) == 8192 * 16_384 * 2
-    assert boundary_bytes(LLAMA_405B, 1, 8192, cp=2, tp=8) == 8192 * 16_384 * 2 // 16

@@ -12,11 +12,15 @@ from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import block_terms, korthikanti_layer_bytes
 from course_lib.memory.budget import budgets, fits, saved_for_backward
 from course_lib.memory.flats import bucket_units, layer_units, tensors_of
-from course_lib.memory.states import count_parameters, narrow, parameter_shapes, state_bytes, whole_parameters
-from course_lib.memory.zero import (
+from course_lib.memory.states import (
     Offload,
+    count_parameters,
+    narrow,
     offload_link_bytes,
     padded,
+    parameter_shapes,
+    state_bytes,
+    whole_parameters,
     zero_bytes_per_parameter,
     zero_state_bytes,
 )
