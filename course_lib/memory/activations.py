@@ -83,9 +83,6 @@ class Part:
 part_of = lru_cache(maxsize=2048)(Part)  # equal runs share one, and what is cached of it
 
 
-# ---- a layer
-
-
 @lru_cache(maxsize=4096)
 def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[Terms, Terms]:
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
@@ -189,9 +186,6 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
     return tuple(zip(saved, waiting, strict=True))
 
 
-# ---- both ends
-
-
 def start_bytes(part: Part, stage: int) -> int:
     """Bytes that a stage saves in front of its layers: RoPE's tables; the first one token ids, and frozen nothing."""
     c, rows, micro_batch = part.local, part.rows, part.run.layout.micro_batch
@@ -217,9 +211,6 @@ def end_bytes(part: Part) -> tuple[int, int, int, int]:
     logits = V * D * part.fp32 if part.head_in_forward else rows * V * part.fp32 // part.run.loss_chunks
     waits = rows * (D + V) * e * (part.split and not part.head_in_forward)
     return saved, waits, targets * (tp == 1), logits  # without tp the micro-batch has targets until it is done
-
-
-# ---- for readers: one block, per token
 
 
 def block_terms(

@@ -6,6 +6,7 @@ States are counted (states.py, zero.py); every other tensor is of a moment of a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -94,13 +95,10 @@ def fits(budget: Budget, gpu_or_key: GPU | str) -> bool:
 @checked
 def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: Size = 1) -> int:
     """The largest multiple of a batch or a sequence whose `budget_of(size)` fits the GPU; 0 if none does."""
-    low, high = 0, 1
+    high = 1
     while fits(budget_of(high * multiple), gpu):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(budget_of(middle * multiple), gpu) else (low, middle)
-    return low * multiple
+        high *= 2
+    return multiple * bisect_left(range(1, high), True, key=lambda size: not fits(budget_of(size * multiple), gpu))
 
 
 @lru_cache(maxsize=256)
@@ -163,17 +161,11 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     )
 
 
-def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "course") -> Budget:
-    """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
-
-    It is the first, with most in flight, the second, which may have experts, or the last, with the logits.
-    """
-    last, found = run.layout.pp - 1, []
-    for rank in dict.fromkeys((0, last, min(1, last))):
-        found.append(budget_of_rank(run, rank, engine=engine))
-        if found[-1].total_bytes > usable_bytes:
-            break
-    return max(found, key=lambda budget: budget.total_bytes)
+def fullest_budget(run: Run, engine: str = "course") -> Budget:
+    """The fullest rank's: the first has most in flight, the second may have experts, the last has the logits."""
+    last = run.layout.pp - 1
+    of_ranks = [budget_of_rank(run, rank, engine=engine) for rank in (0, last, min(1, last))]
+    return max(of_ranks, key=lambda one: one.total_bytes)
 
 
 @checked
@@ -229,17 +221,12 @@ def _trained(
     """The gradients of each stage of a rank, and what it updates."""
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
-    is_tied = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
-    is_tied, found = is_tied and not layout.splits_backward, {}
+    waits = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
+    waits, found = waits and not layout.splits_backward, {}
     for stage in layout.stages_of_rank(pp_rank):
-        own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
-        found[stage] = gradients_of(layout, recipe, *own, is_tied)
-    if layout.zero_stage:
-        return found, [flat.padded // flat.ranks for flat in flats]
-    return found, [one.numel for one in trained]
-
-
-# ---- what another engine has besides
+        own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
+        found[stage] = gradients_of(layout, recipe, *own, waits)
+    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
 
 
 def _under(run: Run, engine: EngineFacts) -> Run:

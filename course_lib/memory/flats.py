@@ -36,9 +36,6 @@ BUCKET_BYTES = 25 * 2**20
 schedule_of = lru_cache(maxsize=256)(make)
 
 
-# ---- stages
-
-
 @lru_cache(maxsize=1024)
 def layers_of(config: ModelConfig, layout: Layout) -> tuple[int, ...]:
     """How many layers each stage has."""
@@ -59,9 +56,6 @@ def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
     change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
     return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]
-
-
-# ---- tensors
 
 
 class Named(NamedTuple):
@@ -165,9 +159,6 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
 def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
     """Kinds that all ranks of tp have whole, with different terms of a gradient on each: these are summed."""
     return ("norms", "head_norms") if layout.sequence_parallel else ("head_norms",)
-
-
-# ---- flats
 
 
 class Flat(NamedTuple):

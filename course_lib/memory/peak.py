@@ -88,12 +88,14 @@ class Gradients:
     held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
     at       by unit and tensor, while its gradient comes: those of a first backward; whole ones on their way, with
              ZeRO-2 and 3, and a tied head's, which waits for the embedding's
+    copied   whether autograd's own gradients are copied: to buffers
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
     """
 
     held: int
     product: int
     at: dict[tuple[str, str], tuple[int, int]]
+    copied: bool
     whole: dict[str, int]
 
     def after(self, unit: str, tensor: str) -> tuple[int, int]:
@@ -182,11 +184,9 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
     for one in stage.forward if now.op == "F" else stage.moments:
         there, leaving = gradients.after(one.unit, one.after)
         made = there * (is_first and now.op == "B")  # a backward's first part makes hardly any
-        work, gathered = one.work + leaving + one.copied, gradients.whole.get(one.unit, 0)
+        work = one.work + leaving + one.copied * (gradients.copied or not is_first)
+        gathered = gradients.whole.get(one.unit, 0)
         yield one.name, Held(made, one.activations, one.logits, work, gathered)
-
-
-# ---- one micro-batch on one stage
 
 
 @lru_cache(maxsize=2048)
@@ -225,9 +225,6 @@ def stage_of(part: Part, stage: int) -> Stage:
     if part.is_away:
         return Stage(targets, 0, waiting, moments, total + logits)
     return Stage(targets + total, logits, waiting, moments, 0, forward)
-
-
-# ---- work space
 
 
 def _layer_moments(part: Part, layer: int) -> list[Moment]:
@@ -333,9 +330,6 @@ def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
     ]
 
 
-# ---- gradients, and parameters that are whole
-
-
 def gradients_of(
     layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
 ) -> Gradients:
@@ -379,10 +373,7 @@ def gradients_of(
     with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
     if tied:  # its embedding is whole all the time
         with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
-    return Gradients(there[-1], product, at, with_next)
-
-
-# ---- the update
+    return Gradients(there[-1], product, at, bool(shared) or has_buffers, with_next)
 
 
 def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int]]:

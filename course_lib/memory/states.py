@@ -108,9 +108,6 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
 
 
-# ---- of one rank
-
-
 @lru_cache(maxsize=256)
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
     """The model that one rank of tensor parallelism runs; where d_ff or V does not divide, the last are narrower.
@@ -151,9 +148,6 @@ def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, 
     check_context(seq_len, cp, "contiguous")
     local = narrow(config, tp)
     return batch_size * seq_len // cp * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
-
-
-# ---- states
 
 
 @dataclass(frozen=True)
@@ -375,9 +369,6 @@ def zero_bytes_per_parameter(
 def zero_saving(stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
     """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and dp with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
-
-
-# ---- offload
 
 
 @dataclass(frozen=True)
