@@ -59,7 +59,6 @@ from course_lib.memory.states import (
     recipe_of,
     state_bytes,
     zero_bytes_per_parameter,
-    zero_saving,
 )
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, bubble, interleaving_memory, make, peak_live, simulate

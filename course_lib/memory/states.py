@@ -365,12 +365,6 @@ def zero_bytes_per_parameter(
     return sum(size / dp_size if stage >= first else size for size, first in kinds)
 
 
-@checked
-def zero_saving(stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
-    """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and dp with 16 bytes."""
-    return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
-
-
 @dataclass(frozen=True)
 class Offload:
     """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
