@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from course_lib.authoring.form import ROOT, notebook_paths, read, write
 from course_lib.authoring.links import NAVIGATION
 from course_lib.claims import claims_page
 from course_lib.claims.record import ledger
+from course_lib.labs import LABS
 from course_lib.language import CATALOGUE, spoken
 from course_lib.shapes import KINDS
 from course_lib.web.page import said_by_page
@@ -32,15 +34,6 @@ from course_lib.web.page import said_by_page
 EDITION = "ko"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
-_SINGLE = (  # said alone, or around values alone
-    "Right|Wrong|wrong|said|verdict|fits|tight|Fits|Received|Predicted|compute|right|ambiguous|activations|parameters|"
-    "gradients|calls|rounds|messages|slots|bytes|kept|layer|failed:|nothing|calculation|above {0}|below {0}|"
-    "(inside {0})|above {0} and at most {1}|above {0} and below {1}|at least {0} and at most {1}|(inside {0} of {1})|"
-    "rank {0} of {1} on {2} {3}|a bucket {0}|a gradient {0}|only {0}|{0}, and {1}|a part|"
-    "Comes out:|Source:|runs|NO|, {0} bytes each|{0}, but tight"
-)
-WORDS = _SINGLE.split("|")
-THEME = ("On this page", "Back to top", "Search")  # of the site
 LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
 _LINK = re.compile(rf"\[({'|'.join(LINKS)})( \w+)?\]")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
@@ -113,7 +106,8 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
 
     A value that a text is filled with is `{0}`, `{1}`, ... in it.
     """
-    found = {text: "edition" for text in (NOT_TRANSLATED, *LINKS, *WORDS, *THEME)}
+    kept = [entry.msgid for entry in polib.pofile(str(CATALOGUE)) if entry.occurrences == [("edition", "")]]
+    found = {text: "edition" for text in kept}  # single words, those of the site's theme, of tyro: by hand
     found |= {text: "page" for text in said_by_page()}
     found |= {text: "site" for text in _TOLD.findall(SITE.read_text(encoding="utf-8"))}
     for path in sorted(package.rglob("*.py")):
@@ -128,6 +122,11 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
             if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
                 found.setdefault(_numbered(text), "claims/ledger.toml")
     found |= {kind.note: "model_types.toml" for kind in KINDS.values() if kind.note}
+    for lab in LABS.values():
+        answers = (text for one in lab.questions for text in (one.asks, one.answer, one.half, one.none))
+        found |= {_numbered(text): "labs/labs.toml" for text in (lab.title, lab.aim, *answers) if " " in text}
+    for text in import_module("course_lib.cli.commands").help_texts():  # by name: course_lib.cli imports this package
+        found.setdefault(text, "cli")
     return [(name, text) for text, name in found.items()]
 
 

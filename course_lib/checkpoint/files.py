@@ -117,7 +117,6 @@ def partial_of(final: Path) -> Path:
 
 def clear_way(final: Path) -> None:
     """Removes what killed saves have left, and makes the new partial folder.
-
     Raises   ValueError if the folder has this step or a later one, which a restart would take for the last
     """
     last = latest(final.parent)
@@ -134,10 +133,14 @@ def clear_way(final: Path) -> None:
 
 def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: dict, keep: int | None) -> None:
     """The end of a save, on one rank: the manifest, the rename that makes it complete, and the old ones go.
-
     Raises   ValueError if this rank does not see what all have written
     """
-    _check_all_here(partial, files)
+    for name, entry in files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same "
+                "step to one folder, on a disk that all machines share. The checkpoints before are as they were"
+            )
     manifest = about | {"format": _FORMAT, "files": files, "tensors": tensors}
     manifest = json.loads(json.dumps(manifest))  # as it will be read: keys that are numbers become text, and sort so
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
@@ -150,16 +153,6 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
     for old in complete(final.parent)[: -keep if keep else 0]:
         os.rename(old, partial_of(old))  # so that what a killed removal leaves is not taken for complete
         shutil.rmtree(partial_of(old))
-
-
-def _check_all_here(partial: Path, files: dict) -> None:
-    for name, entry in files.items():
-        path = partial / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise ValueError(
-                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same "
-                "step to one folder, on a disk that all machines share. The checkpoints before are as they were"
-            )
 
 
 def sync_folder(folder: Path) -> None:
@@ -183,7 +176,6 @@ def file_entry(path: Path) -> dict:
 
 def read_manifest(checkpoint: Path) -> dict:
     """What a checkpoint says of itself.
-
     Raises   ValueError if it is no checkpoint, or torn: which file, and what to do
     """
     path = checkpoint / MANIFEST
@@ -207,7 +199,6 @@ def read_manifest(checkpoint: Path) -> dict:
 
 def verify(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> None:
     """Checks the size of every file, and the checksum of each `parts`-th one.
-
     Bytes    read: 1 / parts of the checkpoint
     Raises   ValueError if a file is missing, cut off or changed: which, and what to do
     """

@@ -26,7 +26,6 @@ _WAIT_S = 5.0  # for a run that is just ending
 @contextmanager
 def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.ProcessGroup) -> Iterator[None]:
     """Have the folder to this run, from now to the end of the block. All ranks enter; the first one holds the lock.
-
     checkpoint_bytes   what one checkpoint takes
     at_once            the most that this run has there at a time, with those that are there already
     Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
@@ -64,7 +63,6 @@ def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) 
 
 
 def _owner_of(folder: Path) -> str:
-    """Who has the folder, as that run has written it down."""
     try:
         owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
         return f"process {owner['process']} on {owner['host']}, started {owner['started']}"

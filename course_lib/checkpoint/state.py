@@ -1,16 +1,8 @@
 """Checkpoints of an engine of parallel/five_d.py: saved under one layout, loaded under any other.
 
-    save(engine, optimizer, folder, step)                   # all ranks call it; then folder/step-00000120 is complete
-    saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
-    restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
-    load(engine, optimizer, folder, convert=True)           # one of another precision too: bf16 to fp32, or back
-    latest(folder)                                          # where that is, or None
-    wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
-
 What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
-experts; of each rank its random number generators. All of it is in pieces of
-whole tensors (weights/pieces.py), so that a layout is only a way to cut them; checkpoint/files.py makes files of
-them.
+experts; of each rank its random number generators. All of it is in pieces of whole tensors (weights/pieces.py), so that
+a layout is only a way to cut them; checkpoint/files.py makes files of them.
 
 A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its
 own. Going from one to the other, the wide numbers keep their bits; there and back again changes nothing:
@@ -58,7 +50,6 @@ _host_groups: WeakKeyDictionary[FiveD, dist.ProcessGroup] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class Restored:
     """What a checkpoint held besides the engine's numbers.
-
     about        what the caller gave as `about`
     same_mesh    the ranks stand as they stood: their random number generators go on where they were. In another mesh
                  they are as before, to be seeded
@@ -116,7 +107,6 @@ def save(
     keep: int | None = None,
 ) -> Path:
     """Writes folder/step-..., of `step` steps done, and returns when it is complete. All ranks call it.
-
     about    of the whole run, of JSON's kinds; that of rank 0 counts
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
     Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
@@ -212,7 +202,6 @@ def pieces_to_write(engine: FiveD, optimizer: Optimizer, rank: int, copy: bool) 
 
 
 def _whole_piece(name: str, x: Tensor) -> Piece:
-    """What is one rank's own, in one piece."""
     return Piece(name, tuple(x.shape), (0,) * x.dim(), x)
 
 
@@ -230,7 +219,6 @@ def rng_states() -> dict[str, Tensor]:
 @torch.no_grad()
 def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert: bool = False) -> Restored:
     """Fills engine and optimizer from a checkpoint, whatever layout wrote it. All ranks call it.
-
     folder      a checkpoint, or a folder of them: then the last complete one
     optimizer   None: only the model's numbers are wanted
     convert     one of another precision is taken too, by the table above
@@ -264,7 +252,6 @@ def _open_checkpoint(
 
 
 def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict, rank: int) -> Restored:
-    """Reads what this rank holds."""
     held = parameters_of(engine)
     pieces = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
     stored_pieces.read(path, manifest, widest(pieces, manifest))

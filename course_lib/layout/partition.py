@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from course_lib.config import ModelConfig
 from course_lib.validate import Amount, Count, Size, checked, one_of
@@ -109,11 +108,6 @@ def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> Mode
         dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
         moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
-
-
-@checked
-def check_method(method: Literal[CP_METHODS]) -> None:
-    """Raises ValueError unless it is a way to exchange keys and values."""
 
 
 @checked

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from course_lib.config import ModelConfig
-from course_lib.layout.check import BETWEEN_ITEMS, SPLIT_BACKWARD, as_text, check_layout, check_layout_and_model
+from course_lib.layout.check import BETWEEN_ITEMS, SPLIT_BACKWARD, as_text, check_layout
 from course_lib.layout.mesh import AXES, Mesh
 from course_lib.schedules import placement, stages_per_rank
 from course_lib.validate import Size, checked
@@ -155,11 +155,12 @@ class Layout:
     @checked
     def check_model(self, config: ModelConfig, seq_len: Size | None = None) -> None:
         """Raises ValueError unless this model, and sequences of this length, can lie so: what, why, what is nearest."""
-        check_layout_and_model(self, config, seq_len)
+        check_layout(self, config, seq_len)
 
     def __str__(self) -> str:
         """What differs from one process, as `parse` reads it: dp=4,tp=2,zero_stage=1."""
-        different = [f"{name}={as_text(value)}" for name, value in self._values().items() if value != DEFAULTS[name]]
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        different = [f"{field.name}={as_text(value)}" for field, value in values if value != field.default]
         return ",".join(different) or "dp=1"
 
     @classmethod
@@ -170,36 +171,31 @@ class Layout:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not name or not value:
                 raise ValueError(f"{part.strip()!r} in layout {text!r} is not name=value; write dp=2,tp=2,zero_stage=1")
-            _check_name(name)
-            if name in values:
+            if _known(name) in values:
                 raise ValueError(f"{name} stands twice in layout {text!r}; give it once")
             values[name] = _from_text(name, value)
         return cls(**values)
 
     def to_dict(self) -> dict[str, object]:
         """All choices as JSON can hold them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in self._values().items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Layout:
         """From what `to_dict` gave; what is left out is the choice of one process."""
-        for name in values:
-            _check_name(name)
-        return cls(**values)
-
-    def _values(self) -> dict[str, object]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return cls(**{_known(name): value for name, value in values.items()})
 
 
 DEFAULTS = {field.name: field.default for field in fields(Layout)}
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _check_name(name: str) -> None:
-    if name not in DEFAULTS:
-        near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
-        advice = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"a layout has no {name!r}; {advice}choose from {', '.join(DEFAULTS)}")
+def _known(name: str) -> str:
+    if name in DEFAULTS:
+        return name
+    near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
+    advice = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"a layout has no {name!r}; {advice}choose from {', '.join(DEFAULTS)}")
 
 
 def _from_text(name: str, text: str) -> object:

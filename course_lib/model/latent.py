@@ -39,7 +39,6 @@ from course_lib.model.attention import CORES, rotate
 
 class LatentAttention(nn.Module):
     """Causal latent attention. `make_norm(width)` builds a norm; `llama.py` brings its own.
-
     Shapes   x_BSD, cos_SP, sin_SP -> x_BSD
     """
 

@@ -62,13 +62,11 @@ class ContextParallel(ModelEngine):
         return torch.stack(losses).sum()
 
     def finish(self) -> None:
-        """Each rank has the gradient of its tokens' losses; the sum over ranks is that of all, in one message."""
         sum_gradients(self.parameters(), self.cp_group)
 
 
 def build(model: nn.Module, group: Group) -> ContextParallel:
     """Sets each block's attention core, in place; every rank must bring the same weights.
-
     Bytes    none
     Raises   ValueError for a model that PyTorch's ring does not know
     """
@@ -154,6 +152,5 @@ def _cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iter
 
 @contextmanager
 def _cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's inputs, targets and positions."""
     mine_s = positions("zigzag", x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s

@@ -31,7 +31,6 @@ ALONG_LAST = Shard(-1)  # what a row's columns left
 
 class TensorSequenceParallel(TensorParallel):
     """Tensor parallelism whose hidden states between layers are cut along the sequence.
-
     Bytes    a micro-batch, L layers: (4 L + 2) reduce-scatters and as many all-gathers of B S D elements, 3 all-reduces
              of B S; a step: 2 L + 1 all-reduces of D
     """
@@ -50,7 +49,6 @@ class TensorSequenceParallel(TensorParallel):
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
     """Shards `model` over `group` in place, weights and sequence; all ranks bring the same weights.
-
     Bytes    none
     Raises   what native/tensor.py's build raises
     """

@@ -35,13 +35,11 @@ Plan = dict[str, ParallelStyle]
 
 class TensorParallel(DTensorEngine):
     """A model cut over the ranks of one group as a plan says; all of them bring the same tokens.
-
     Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D elements, 3 of B S; with QK-norm a step: 2 L of H
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> None:
         """Turns the parameters that the plan names into DTensors, and hooks the redistributions around their modules.
-
         Raises   RuntimeError if a matrix was left whole
         """
         mesh = DeviceMesh.from_group(group, model.embed.weight.device.type, mesh_dim_names=("tp",))

@@ -78,7 +78,6 @@ def _cut_experts(moe: MoE, residual: ReplicatedResidual) -> None:
 
 def cut_experts_sharded(moe: MoE, residual: ShardedResidual) -> None:
     """My tokens become all, and the layer's outputs mine again; between, everything is a part of a sum.
-
     Bytes    sent per rank: (tp - 1) / tp of B S D (S padded), twice forward and twice backward
     """
     inside = PartialResidual(residual.group)

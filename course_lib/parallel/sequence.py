@@ -100,10 +100,7 @@ def traced_until_awaited(start: Callable[[], InFlight], name: str, trace: Trace 
 
 
 class MyPositions(nn.Module):
-    """Learned positions of my tokens. The table is whole on every rank.
-
-    Shapes   positions_S -> x_sD
-    """
+    """Learned positions of my tokens. The table is whole on every rank. Shapes positions_S -> x_sD"""
 
     def __init__(self, positions: nn.Embedding, group: Group):
         super().__init__()
@@ -119,7 +116,6 @@ class TensorSequenceParallel(TensorParallel):
 
     def finish(self) -> None:
         """Sums what ranks have a part of: shared key/value heads, and the gradients of my tokens alone.
-
         Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
         """
         super().finish()
@@ -129,9 +125,7 @@ class TensorSequenceParallel(TensorParallel):
 def build(
     model: nn.Module, group: Group, regather: bool = False, overlap: bool = True, trace: Trace | None = None
 ) -> TensorSequenceParallel:
-    """Cuts the model's matrices and its residual stream in place; returns the engine.
-
-    Every rank brings the same weights.
+    """Cuts the model's matrices and its residual stream in place; returns the engine. Ranks bring the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
     Bytes    with dropout, a seed that the group then shares; otherwise none

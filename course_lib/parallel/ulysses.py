@@ -134,8 +134,5 @@ def finish(in_flight: list[InFlight]) -> tuple[Tensor, ...]:
 @lru_cache(maxsize=8)
 def order_on(sequence_sharding: str, seq_len: int, cp_size: int, device: torch.device) -> Tensor | None:
     """Where arriving tokens stand in the sequence; None if they arrive in order."""
-    return (
-        None
-        if sequence_sharding == "contiguous" or cp_size == 1
-        else order(sequence_sharding, seq_len, cp_size).to(device)
-    )
+    in_order = sequence_sharding == "contiguous" or cp_size == 1
+    return None if in_order else order(sequence_sharding, seq_len, cp_size).to(device)

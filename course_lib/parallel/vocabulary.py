@@ -23,9 +23,8 @@ def place_among_mine(tokens_BS: Tensor, first: int, count: int) -> tuple[Tensor,
 
 
 def embed_mine(tokens_BS: Tensor, w_vD: Tensor, first: int) -> Tensor:
-    """The rows of my tokens, zeros for all others: the sum over the ranks is the embedding.
-
-    Shapes   tokens_BS, w_vD -> x_BSD, a part of a sum
+    """The rows of my tokens, zeros for all others: a part of a sum.
+    Shapes   tokens_BS, w_vD -> x_BSD
     """
     is_mine_BS, place_BS = place_among_mine(tokens_BS, first, len(w_vD))
     return F.embedding(place_BS, w_vD) * is_mine_BS.unsqueeze(-1)

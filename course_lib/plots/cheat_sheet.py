@@ -25,7 +25,7 @@ from course_lib.schedules import make, simulate
 from course_lib.schedules.simulator import Costs
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.traffic.collectives import all_gather_bytes, all_to_all_bytes
+from course_lib.traffic.collectives import collective_bytes
 from course_lib.units import show_bytes, show_seconds
 
 MODEL, RANKS, TOKENS = "llama-3.1-8b", 64, 8192
@@ -71,8 +71,11 @@ def _work() -> Iterator[tuple[str, str]]:
 def _messages() -> Iterator[tuple[str, str]]:
     payload, ranks = 10**9, 8
     yield "all-reduce", f"2 (n - 1) / n of the tensor: {ring_all_reduce_bytes(payload, ranks) / payload:.2f} on {ranks}"
-    yield "reduce-scatter, all-gather", f"(n - 1) / n: {all_gather_bytes(payload, ranks) / payload:.3f}"
-    yield "all-to-all", f"(n - 1) / n of what a rank has: {all_to_all_bytes(payload, ranks) / payload:.3f}"
+    yield "reduce-scatter, all-gather", f"(n - 1) / n: {collective_bytes('all_gather', payload, ranks) / payload:.3f}"
+    yield (
+        "all-to-all",
+        f"(n - 1) / n of what a rank has: {collective_bytes('all_to_all', payload, ranks) / payload:.3f}",
+    )
     inside = collective_s("all_reduce", payload, ranks, link("nvlink4"))
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
     yield "1 GB, 8 GPUs, NVLink 4", f"{show_seconds(inside)} (modelled)"

@@ -107,16 +107,20 @@ def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", 
     """Model one optimizer step of a run."""
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
-    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *(getattr(layout, name) for name in _OF_A_PIPELINE)))
-    spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in _SPENT}
+    of_pipeline = (getattr(layout, name) for name in ("pp", "schedule", "v", "micro_batches", "layers_of_stage"))
+    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *of_pipeline))
+    of_layers = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
+    spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in of_layers}
     data_s = max(exposed_data_s(case, ranks[pp_rank], pp_rank) for pp_rank in {0, layout.pp - 1})
     num_tokens = layout.sequences_per_step * run.seq_len
     frozen = 2 * matmul_parameters(config) if run.lora else 0  # FLOPs a token of weights' gradients that nobody makes
+    # messages that a micro-batch waits for: at each neighbour of a stage, and while the pipeline fills
+    waits = layout.micro_batches * min(2, layout.pp - 1) * layout.stages_per_rank + max(0, layout.pp - 2)
     return StepTime(
         **spent,
         bubble_s=bubble_s,
         transfer_s=2 * (layout.num_stages - 1) * _transfer_s(case),
-        waiting_s=_message_waits(layout) * rates.stall_s * case.slowness,
+        waiting_s=waits * rates.stall_s * case.slowness,
         data_s=data_s,
         update_s=update_s(case),
         num_tokens=num_tokens,
@@ -127,26 +131,13 @@ def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", 
     )
 
 
-_OF_A_PIPELINE = ("pp", "schedule", "v", "micro_batches", "layers_of_stage")
-
-
 @lru_cache(maxsize=1024)
 def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
     """Each rank's micro-batch, the busiest rank, what it waits for: layouts that differ in ZeRO have them in common."""
-    layout, stages, ranks = known.of.run.layout, _stage_times(known.of), []
-    for rank in range(layout.pp):
-        times = Times()
-        for stage in layout.stages_of_rank(rank):
-            times = times.plus(stages[stage])
-        ranks.append(times)
+    layout, ranks = known.of.run.layout, [Times()] * known.of.run.layout.pp
+    for rank, times in zip(layout.rank_of_stage, _stage_times(known.of), strict=True):
+        ranks[rank] = ranks[rank].plus(times)
     return ranks, *_pipeline(layout, ranks)
-
-
-def _message_waits(layout: Layout) -> int:
-    """Messages that a micro-batch waits for: at each neighbour of a stage, and while the pipeline fills."""
-    if layout.pp == 1:
-        return 0
-    return layout.micro_batches * min(2, layout.pp - 1) * layout.stages_per_rank + layout.pp - 2
 
 
 # ------------------------------------------------------------------------------------ the pipeline
@@ -220,9 +211,6 @@ def _transfer_s(case: Case) -> float:
     link = case.cluster.inside if near else case.cluster.between
     size = 2 * case.tokens * case.run.config.d_model / (layout.tp if layout.sequence_parallel else 1)
     return link.latency_s + size / link.achieved_bytes_per_s
-
-
-_SPENT = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
 
 
 def _stage_times(case: Case) -> list[Times]:

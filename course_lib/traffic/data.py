@@ -48,9 +48,8 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
 
 def flat_calls(run: Run, numel: int, ranks: int, zero_stage: int | None = None) -> list[Call]:
     """List the collectives of one step for a flat parameter; with another zero_stage than the layout's if told."""
-    recipe, m = recipe_of(run.recipe), run.layout.micro_batches
+    recipe, m, grad_bytes = recipe_of(run.recipe), run.layout.micro_batches, wire_grad_bytes(recipe_of(run.recipe))
     zero_stage = run.layout.zero_stage if zero_stage is None else zero_stage
-    grad_bytes = wire_grad_bytes(recipe)
     if zero_stage == 0:
         return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]
     scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero_stage]

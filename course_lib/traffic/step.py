@@ -67,24 +67,20 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
     by_axis["tp"] += partial_gradient_calls(run, flats)
     for axis, of_axis in (*load_calls(run, stages).items(), *gradient_calls(run, flats).items()):
         by_axis[axis] += of_axis
-    by_axis["world"] = _world_calls(run, clip)
+    world_size, number = layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
+    names = ["loss", "norm of gradients"] if clip else ["loss"]
+    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * layout.micro_batches, world_size, _LENGTH_BYTES)
+    by_axis["world"] = [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
     return {axis: [call for call in of_axis if call.group_size > 1] for axis, of_axis in by_axis.items()}
 
 
 @checked
 def sent(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> dict[str, int]:
     """Count the bytes that a rank sends in one step, by axis, as `ByteMeter(axes=engine.axes).by_axis` has them."""
-    places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()}
-    places["world"] = rank
+    places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()} | {"world": rank}
+    places["pp"] = int(places["pp"] != 0)  # of a tied weight's two ranks: what is sent on takes no place
     listed = calls(run, rank, clip, routings).items()
-    return {axis: sum(_sent(call, axis, places[axis]) for call in of_axis) for axis, of_axis in listed if of_axis}
-
-
-def _sent(call: Call, axis: str, place: int) -> int:
-    """Groups that lie inside those of an axis: copies of a head are neighbours in tp, two ends of a pipeline in pp."""
-    if axis == "pp" and call.collective == "all_reduce":  # of two: which end is first follows from the mesh
-        place = int(place != 0)
-    return sent_bytes([call], place)
+    return {axis: sent_bytes(of_axis, places[axis]) for axis, of_axis in listed if of_axis}
 
 
 def stage_calls(run: Run, stage: Index) -> Calls:
@@ -95,13 +91,6 @@ def stage_calls(run: Run, stage: Index) -> Calls:
         "cp": [replace(call, count=call.count * num_layers) for call in attention_calls(run)],
         "ep": expected_calls(run, stage),
     }
-
-
-def _world_calls(run: Run, clip: bool) -> list[Call]:
-    world_size, number = run.layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
-    names = ["loss", "norm of gradients"] if clip else ["loss"]
-    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * run.layout.micro_batches, world_size, _LENGTH_BYTES)
-    return [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
 
 
 def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:

@@ -42,13 +42,9 @@ def tensor_calls(run: Run, stage: Index) -> list[Call]:
     part, ends = stage_config(run.config, layers, stage), (stage == 0, stage == len(layers) - 1)
     sequence = run.seq_len // layout.cp
     rows = piece_sizes(sequence, layout.tp)[0] * layout.tp if layout.sequence_parallel else sequence  # padded
-    calls = [
-        Call(place, collective, layout.micro_batch * rows * width * itemsize, layout.tp, itemsize, count)
-        for place, collective, width, count in (_sharded if layout.sequence_parallel else _replicated)(
-            part, layout, ends
-        )
-    ]
-    sum_bytes = max(itemsize, 4)
+    sums = (_sharded if layout.sequence_parallel else _replicated)(part, layout, ends)
+    width_bytes, sum_bytes = layout.micro_batch * rows * itemsize, max(itemsize, 4)
+    calls = [Call(place, name, width * width_bytes, layout.tp, itemsize, count) for place, name, width, count in sums]
     per_token = layout.micro_batch * sequence * sum_bytes
     if part.moe and not layout.sequence_parallel:
         weights = per_token * part.moe.top_k

@@ -61,7 +61,6 @@ class TrainPlan(TrainSettings):
 @dataclass(frozen=True)
 class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
-
     in_background  the files are written while training goes on
     Raises   ValueError where a choice makes no sense
     """
@@ -79,7 +78,6 @@ class Checkpoints(Checked):
 @dataclass(frozen=True)
 class Logs(Checked):
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
-
     trace   the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
     """
 
@@ -131,8 +129,7 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
-    What ranks compare may change, and the number of steps, unless the learning rate's decay
-    depends on it.
+    What ranks compare may change, and the number of steps, unless the learning rate's decay depends on it.
     """
     if "model" not in saved:
         raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")

@@ -35,7 +35,6 @@ __all__ = [
 @dataclass(frozen=True)
 class TrainConfig(TrainSettings):
     """How to train: `batch_size` sequences a step, cut into `micro_batches` parts that run one after the other.
-
     Raises   ValueError where a number makes no sense
     """
 

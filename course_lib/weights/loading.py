@@ -44,7 +44,6 @@ _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids") 
 
 class Weights:
     """A model's weights in the files of `transformers`, by our names and in our shapes; nothing is read yet.
-
     config   by default what the folder's config.json says
     Raises   ValueError if files are missing, damaged or pickles, or hold tensors that this config has no place for
     """
@@ -66,7 +65,6 @@ class Weights:
 
     def __getitem__(self, name: str) -> FileTensor:
         """The tensor of one of our parameters, still in its file.
-
         Raises   ValueError if it is not there, or has another shape than the config says
         """
         tensor = tensor_in_transformers(self.files, name, self.config)
@@ -80,7 +78,6 @@ class Weights:
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The ModelConfig of a folder's config.json, of a Llama or a GPT-2; without `transformers`.
-
     Raises   ValueError if there is no such file, or it describes another kind of model
     """
     path = Path(folder) / "config.json"
@@ -95,7 +92,6 @@ def read_config(folder: str | Path) -> ModelConfig:
 @torch.no_grad()
 def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The usual way, on every rank: a whole model with initial numbers, and a whole state dict copied into it.
-
     Raises   ValueError as Weights does
     """
     weights = Weights(folder, config)
@@ -127,7 +123,6 @@ def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor)
 @dataclass(frozen=True)
 class HostBytes:
     """Memory of this process now, and its highest resident size so far.
-
     resident       all pages in memory, those of mapped files too
     anonymous      of these the process's own, which no file backs; None where the system does not tell (not Linux)
     """
@@ -139,7 +134,6 @@ class HostBytes:
 
 def host_bytes() -> HostBytes:
     """Measures this process. A launch forks its ranks, so torch's own pages are shared and part of every resident size.
-
     Source   Linux: /proc/self/smaps_rollup
     """
     detail = {}

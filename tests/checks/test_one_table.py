@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.core import CheckFailed, NotWritten, numbers
-from course_lib.checks.kept import Kept
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import collective
+from course_lib.checks.watch import Kept, collective
 from course_lib.comm import all_reduce, recv
 
 pytestmark = pytest.mark.launches

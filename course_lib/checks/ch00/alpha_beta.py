@@ -1,26 +1,21 @@
 """Tables of exercise 7: when latency decides and when bandwidth does. Arithmetic alone, no ranks."""
 
 import math
-import random
 from dataclasses import replace
 
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise
 from course_lib.hardware import Link
 
 
-def _random_link(rng: random.Random) -> Link:
+def _random_link(rng) -> Link:
     bytes_per_s = rng.uniform(5e9, 500e9)
     return Link("a link", rng.uniform(1e-6, 5e-5), bytes_per_s, 2 * bytes_per_s, "drawn at random", "drawn at random")
 
 
-def _with_both_directions(link: Link) -> Link:
-    return replace(link, bytes_per_s=link.both_directions_bytes_per_s)
-
-
 # ------------------------------------------------------------------------------------ a. the crossover
-def crossover_bytes(world_size, link):
+def crossover_bytes(world_size, link, pieces=lambda world_size: world_size):
     """The message size at which a ring all-reduce spends as long on latency as on bandwidth."""
-    return world_size * link.latency_s * link.bytes_per_s
+    return pieces(world_size) * link.latency_s * link.bytes_per_s
 
 
 def _ring_parts(payload_bytes, world_size, link, pieces=None):
@@ -29,18 +24,14 @@ def _ring_parts(payload_bytes, world_size, link, pieces=None):
 
 
 _WRONG_CROSSOVER = {
-    "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
-        lambda world_size, link: link.latency_s * link.bytes_per_s
-    ),
-    "this takes both directions of the link; a ring step is bound by one": lambda world_size, link: crossover_bytes(
-        world_size, _with_both_directions(link)
-    ),
-    "the number of steps, 2 (G - 1), stands in both terms and cancels": lambda world_size, link: crossover_bytes(
-        2 * (world_size - 1), link
-    ),
-    "G - 1 stands in both terms and cancels; the G below the message does not": (
-        lambda world_size, link: crossover_bytes(world_size - 1, link)
-    ),
+    "this weighs one latency against the whole message, but a ring sends the message in G pieces": {
+        "pieces": lambda world_size: 1
+    },
+    "this takes both directions of the link; a ring step is bound by one": {
+        "pieces": lambda world_size: 2 * world_size
+    },
+    "the number of steps, 2 (G - 1), stands in both terms and cancels": {"pieces": lambda size: 2 * (size - 1)},
+    "G - 1 stands in both terms and cancels; the G below the message does not": {"pieces": lambda size: size - 1},
     "bytes are seconds times bytes per second; here the seconds were divided": (
         lambda world_size, link: world_size * link.latency_s / link.bytes_per_s
     ),
@@ -63,13 +54,9 @@ def _faster_all_reduce(payload_bytes, world_size, link, pieces=None):
     return "ring" if ring_s < _doubling_s(payload_bytes, world_size, link) else "doubling"
 
 
-def _around_the_crossover(rng: random.Random) -> list[tuple[int, int, Link]]:
-    cases = []
-    for _ in range(150):
-        world_size, link = rng.choice([4, 8, 16, 64, 512]), _random_link(rng)
-        payload_bytes = max(1, int(crossover_bytes(world_size, link) * 10 ** rng.uniform(-1.5, 1.0)))
-        cases.append((payload_bytes, world_size, link))
-    return cases
+def _around_the_crossover(rng):
+    drawn = [(rng.choice([4, 8, 16, 64, 512]), _random_link(rng), rng.uniform(-1.5, 1.0)) for _ in range(150)]
+    return [(max(1, int(crossover_bytes(size, link) * 10**digits)), size, link) for size, link, digits in drawn]
 
 
 def _in_words(*case) -> str:
@@ -90,7 +77,7 @@ _WRONG_FASTER = {
         {"pieces": 1},
     ],
     "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
-        _faster_all_reduce(payload_bytes, size, _with_both_directions(link))
+        _faster_all_reduce(payload_bytes, size, replace(link, bytes_per_s=link.both_directions_bytes_per_s))
     ),
     "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
         lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"

@@ -5,8 +5,7 @@ import random
 import torch
 from torch import nn
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed, numbers
 from course_lib.config import ModelConfig
 from course_lib.minimal.recompute import recompute
 from course_lib.model import build
@@ -84,8 +83,7 @@ def _watch(answer, seed):
         forward = len(runs)
         sum(losses).backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        for param in params:
-            param.grad = None
+        model.zero_grad()
         return ways, len(runs) > forward, torch.nn.utils.parameters_to_vector(grads)
 
     off, recomputed, ways = {1: 0, 2: 0}, 0, []

@@ -6,8 +6,7 @@ from pickle import UnpicklingError
 import torch
 from torch import nn
 
-from course_lib.checks.core import CheckFailed, fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import CheckFailed, Exercise, fresh_seed, numbers
 
 _ROWS = 24
 
@@ -64,10 +63,8 @@ class _Saves(ResumableRun):
 
     def load(self, state):
         super().load(state)
-        if "waiting" in self.parts:
-            self.waiting = list(state["waiting"])
-        if "numbers" in self.parts:
-            self.numbers.set_state(state["numbers"])
+        self.waiting = list(state.get("waiting", []))
+        self.numbers.set_state(state.get("numbers", self.numbers.get_state()))
 
 
 class _DrawsAgain(ResumableRun):
