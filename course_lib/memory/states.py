@@ -309,9 +309,10 @@ def optimizer_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str, step
 #     2       2P + (2P + 12P)/dp        2 P     2 P    the same, each bucket during backward
 #     3       (2P + 2P + 12P)/dp          0     3 P    all-gather twice, reduce-scatter
 
+Place = Literal["device", "host", "disk"]
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 _ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
-_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
+_SHARDED_FROM_STAGE = (3, 2, 1)  # parameters, gradients, optimizer
 
 
 @checked
@@ -335,7 +336,7 @@ def zero_state_bytes(
         )
     whole = [padded(unit, dp_size) for unit in units] if stage else list(units)
     shards = [padded(unit, dp_size) // dp_size for unit in units]
-    parameters, gradients, states = (shards if stage >= first else whole for first in _SHARDED_FROM_STAGE.values())
+    parameters, gradients, states = (shards if stage >= first else whole for first in _SHARDED_FROM_STAGE)
     of_optimizer = sum(optimizer_bytes((n,), recipe, optimizer, step_counters and not stage) for n in states)
     return StateBytes(recipe.param_bytes * sum(parameters), recipe.grad_bytes * sum(gradients), of_optimizer)
 
@@ -361,25 +362,21 @@ def zero_bytes_per_parameter(
     """
     recipe = recipe_of(recipe)
     optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
-    kinds = zip((recipe.param_bytes, recipe.grad_bytes, optimizer), _SHARDED_FROM_STAGE.values(), strict=True)
+    kinds = zip((recipe.param_bytes, recipe.grad_bytes, optimizer), _SHARDED_FROM_STAGE, strict=True)
     return sum(size / dp_size if stage >= first else size for size, first in kinds)
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Checked):
     """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
 
     activations   where they wait between the forward and the backward pass of their micro-batch
     Source        Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
     """
 
-    optimizer: str = "device"
-    parameters: str = "device"
-    activations: str = "device"
-
-    def __post_init__(self) -> None:
-        for field, place in vars(self).items():
-            one_of(field, place, ("device", "host", "disk"))
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    activations: Place = "device"
 
 
 @checked
