@@ -12,25 +12,19 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from html import escape, unescape
 from pathlib import Path
 
 CATALOGUE = Path(__file__).parent / "locale" / "ko.po"
 _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
-_ENDS = (
-    re.compile(r"(?<=\n)"),
-    re.compile(r"(?<=  )(?=\S)"),  # a table's columns
-    re.compile(r"(?<=[.!?]) +"),
-    re.compile(r"(?<=[:;]) +"),
-    re.compile(r"(?<=,) +"),
-)  # of a part
+_ENDS = [re.compile(end) for end in (r"(?<=\n)", r"(?<=  )(?=\S)", r"(?<=[.!?]) +", r"(?<=[:;]) +", r"(?<=,) +")]
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
 _LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
 _VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
-_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) [a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
+_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
-_NAMED = re.compile(r"(\s*(?:\w+:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_ring: ...", "rank 1 ..."
+_NAMED = re.compile(r"(\s*(?:[a-z]\w*:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_x: ..."
 _SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
 _CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # what is read with a final consonant
 
@@ -45,14 +39,8 @@ def language() -> str:
         return "en"
     try:
         return json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("course_language", "en")
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OSError,
-    ):  # no notebook that can be read: the edition is not known
-        return "en"
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        return "en"  # no notebook that can be read: the edition is not known
 
 
 @contextmanager
@@ -89,7 +77,7 @@ def _in_korean(text: str) -> str:
         if (whole := _looked_up(part)) is not None:
             return text.replace(part, whole)
     if (named := _NAMED.fullmatch(text)) is not None:
-        return named[1] + _in_korean(named[2])
+        return "".join(map(_in_korean, named.groups()))
     for end in _ENDS:
         if len(starts := [0, *(match.end() for match in end.finditer(text.rstrip()))]) > 1:
             return _by_parts(text, [*starts, len(text)])
@@ -97,18 +85,12 @@ def _in_korean(text: str) -> str:
 
 
 def _by_parts(text: str, bounds: list[int]) -> str:
-    told_parts, first = [], 0
-    while first < len(bounds) - 1:
-        for last in range(min(len(bounds) - 1, first + 8), first, -1):
-            part = text[bounds[first] : bounds[last]]
-            if last == first + 1:
-                told_parts.append(_in_korean(part))
-            elif last - first < len(bounds) - 1 and (whole := _looked_up(part.strip())) is not None:
-                told_parts.append(part.replace(part.strip(), whole))
-            else:
-                continue
-            first = last
-            break
+    told_parts, first, end = [], 0, len(bounds) - 1
+    while first < end:
+        runs = (last for last in range(min(end, first + 8), first + 1, -1) if last - first < end)
+        last = next((last for last in runs if _looked_up(text[bounds[first] : bounds[last]].strip())), first + 1)
+        told_parts.append(_in_korean(text[bounds[first] : bounds[last]]))
+        first = last
     return "".join(told_parts)
 
 
@@ -119,28 +101,23 @@ def _looked_up(text: str) -> str | None:
         return exact[text]
     for longest, pattern, korean in patterns:
         if longest in text and (found := pattern.fullmatch(text)):
-            values = {name[1:]: _in_korean(value) if value else "" for name, value in found.groupdict().items()}
+            values = {name[1:]: value for name, value in found.groupdict().items()}
+            for name, value in values.items():  # of "batch is 0" the name stays
+                values[name] = value if value.isidentifier() and text.startswith(f"{value} is ") else _in_korean(value)
             if not any(said == found[f"_{name}"] and _ENGLISH.fullmatch(said) for name, said in values.items()):
-                return _filled(korean, values)
+                return _FIELD.sub(partial(_with_particle, values), korean)
     return None
 
 
-def _filled(korean: str, values: dict[str, str]) -> str:
-    def one(field: re.Match) -> str:
-        value = values[field[1]]
-        return value + ("" if field[2] is None else field[_particle(value, field[3] == "로")])
-
-    return _FIELD.sub(one, korean)
-
-
-def _particle(value: str, after_l: bool) -> int:
-    """2 for the particle after a final consonant, 3 for that after a vowel, and of 으로/로 after ㄹ."""
-    value = value.rstrip(" )\"'`")
+def _with_particle(values: dict[str, str], field: re.Match) -> str:
+    """A value; with {0}[이/가] 이 after a final consonant, 가 after a vowel, and of [으로/로] 로 after ㄹ too."""
+    value = values[field[1]].rstrip(" )\"'`")
     if "가" <= value[-1:] <= "힣":
         final = (ord(value[-1]) - ord("가")) % 28
-        return 3 if final == 0 or (after_l and final == 8) else 2
-    is_l = re.search(r"[178lL]$|le$", value) is not None
-    return 2 if _CLOSED.search(value) and not (after_l and is_l) else 3
+        closed, is_l = final > 0, final == 8
+    else:
+        closed, is_l = _CLOSED.search(value), re.search(r"[178lL]$|le$", value)
+    return values[field[1]] + ((field[2] if closed and not (is_l and field[3] == "로") else field[3]) or "")
 
 
 @cache
@@ -156,44 +133,33 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
         text = bz2.decompress(CATALOGUE.with_suffix(".po.bz2").read_bytes()).decode()
     entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
-        if (lines := english.split("\n"))[1:] and len(lines) == korean.count("\n") + 1:
-            entries += zip(lines, korean.split("\n"), strict=True)
+        if english.count("\n") == korean.count("\n") > 0:
+            entries += zip(english.split("\n"), korean.split("\n"), strict=True)
     entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
     entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
+    patterns = [_pattern(*entry) for entry in entries if _FIELD.search(entry[0])]
     exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
-    patterns = []
-    for english, korean in entries:
-        if _FIELD.search(english):
-            fixed, names = re.split(r"\{\d+\}", english), re.findall(r"\{(\d+)\}", english)
-            value = _LONG_VALUE if sum(map(len, fixed)) > LONG else _VALUE
-            values = [r"[\s\S]*?" if part.endswith("\n") else value for part in fixed[:-1]]
-            groups = [f"(?P<_{name}>{one})" for name, one in zip(names, values, strict=True)]
-            for number, then in enumerate(fixed[1:-1]):
-                if not then:  # of two that stand side by side the first is there, and ends where a word ends
-                    groups[number] = groups[number].replace("*?)", "+?)") + r"(?!(?<=\w)\w)"
-            pattern = re.compile("".join(map("".join, zip(map(re.escape, fixed), [*groups, ""], strict=True))))
-            patterns.append((sum(map(len, fixed)), max(fixed, key=len), pattern, korean))
     return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
 
 
-class _Told:
-    """A stream that people read: each line that is written to it is told in their language."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(told(text))
-        return len(text)
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
+def _pattern(english: str, korean: str) -> tuple[int, str, re.Pattern, str]:
+    """How many letters are fixed, the longest fixed part, the pattern of a text with values, its Korean."""
+    fixed, length = re.split(r"\{\d+\}", english), len(re.sub(r"\{\d+\}", "", english))
+    pattern = re.escape(fixed[0])
+    for number, name in enumerate(re.findall(r"\{(\d+)\}", english), 1):
+        value = r"[\s\S]*?" if fixed[number - 1].endswith("\n") else _LONG_VALUE if length > LONG else _VALUE
+        if not fixed[number] and number < len(fixed) - 1:  # beside another: it is there, and ends where a word does
+            pattern += f"(?P<_{name}>{value[:-2]}+?)" + r"(?!(?<=\w)\w)"
+        else:
+            pattern += f"(?P<_{name}>{value})" + re.escape(fixed[number])
+    return length, max(fixed, key=len), re.compile(pattern), korean
 
 
 def speak() -> None:
     """Let the command line speak: what is printed from here on is told in the language that is asked for."""
     if language() != "en":
-        sys.stdout, sys.stderr = _Told(sys.stdout), _Told(sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.write = lambda text, write=stream.write: write(told(text))
 
 
 def speak_errors() -> None:

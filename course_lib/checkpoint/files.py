@@ -6,7 +6,7 @@
         .metadata                        the same for PyTorch's own tools: a pickle, which this course never opens
     checkpoints/step-00000140.partial    under way, or what a killed save has left
 
-One run writes to a folder: its next save removes what is partial there.
+One run writes to a folder: its next save removes what is partial there. A second one is told whose it is.
 """
 
 import hashlib
@@ -14,18 +14,24 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 from course_lib.checkpoint.manifest import wrong_field
 from course_lib.comm import all_gather_json
+from course_lib.validate import writable
 
 _FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
+LOCK, OWNER = ".lock", ".in-use.json"
+_WAIT_S = 5.0  # for a run that is just ending
 
 Result = TypeVar("Result")
 
@@ -219,3 +225,53 @@ def advice(checkpoint: Path) -> str:
     others = [path for path in complete(checkpoint.parent) if path != checkpoint and (path / MANIFEST).is_file()]
     instead = f"load {others[-1]}" if others else "there is no other checkpoint beside it: start anew"
     return f"Copy it again from where it came, or remove {checkpoint} and {instead}"
+
+
+@contextmanager
+def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Have the folder to this run, from now to the end of the block. All ranks enter; the first one holds the lock.
+
+    It is the system's, so that it goes with the process that holds it, however that ends; beside it stands who that is.
+    Disks that several machines share keep it as well, unless they were mounted with local locks alone.
+    checkpoint_bytes   what one checkpoint takes
+    at_once            the most that this run has there at a time, with those that are there already
+    Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
+    """
+    first = group.rank() == 0
+    lock = FileLock(folder / LOCK)
+    everywhere(group, lambda: take(folder, lock, checkpoint_bytes, at_once) if first else None)
+    try:
+        yield
+    finally:
+        if first:
+            (folder / OWNER).unlink(missing_ok=True)
+            lock.release()
+
+
+def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) -> None:
+    writable("the folder of checkpoints", folder)
+    try:
+        lock.acquire(timeout=_WAIT_S)
+    except Timeout:
+        raise ValueError(
+            f"{folder} is in use by another run ({_owner_of(folder)}), and one run writes to a folder; wait until that "
+            "has ended, end it, or give another folder"
+        ) from None
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    free_bytes = shutil.disk_usage(folder).free
+    to_come = max(1, at_once - len(complete(folder)))
+    if free_bytes < to_come * checkpoint_bytes:
+        lock.release()
+        raise ValueError(
+            f"a checkpoint takes {checkpoint_bytes / 1e6:,.1f} MB, {to_come} more must fit at once, and the disk of "
+            f"{folder} has {free_bytes / 1e6:,.1f} MB left; make room, or give a folder on another disk"
+        )
+    (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        return f"process {owner['process']} on {owner['host']}, started {owner['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has not said its process"

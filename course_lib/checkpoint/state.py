@@ -19,7 +19,7 @@ the host of what this rank writes. All ranks together write everything once.
 """
 
 import json
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -30,15 +30,13 @@ from torch import Tensor
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint import storage as stored_pieces
-from course_lib.checkpoint.files import everywhere, latest, together
+from course_lib.checkpoint.files import everywhere, together
 from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
 from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
 from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
-
-__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
 Optimizer = torch.optim.Optimizer
 
@@ -66,36 +64,18 @@ class Saving:
 
     def __init__(self, path: Path):
         self.path = path
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def start(self, *arguments) -> None:
-        """Writes in a thread of its own."""
-
-        def run():
-            try:
-                stored_pieces.write(self.path, *arguments)
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, name=f"save {self.path.name}")
-        self.thread.start()
+        self.future: Future | None = None  # of the thread that writes
 
     @property
     def done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
+        return self.future is None or self.future.done()
 
     def wait(self) -> Path:
         """Returns once the checkpoint is complete on all ranks; raises, once, what went wrong."""
-        if self.thread is not None:
-            self.thread.join()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        future, self.future = self.future, None
+        if future is not None:
+            future.result()
         return self.path
-
-
-# --- save
 
 
 def save(
@@ -132,7 +112,7 @@ def save_async(
     `save_async` or `load` of this engine.
     """
     saving, arguments = prepare(engine, optimizer, folder, step, about, keep, copy=True)
-    saving.start(*arguments)
+    saving.future = ThreadPoolExecutor(1).submit(stored_pieces.write, saving.path, *arguments)
     return saving
 
 
@@ -211,9 +191,6 @@ def rng_states() -> dict[str, Tensor]:
     if torch.cuda.is_initialized():
         states["rng.cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-# --- load
 
 
 @torch.no_grad()

@@ -35,9 +35,6 @@ _METADATA = ".metadata"
 Place = tuple[str, int, int, tuple[int, ...], str]  # of a stored box: file, first byte, bytes, shape, dtype
 
 
-# --- writing
-
-
 def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGroup, keep: int | None = None) -> None:
     """Writes everybody's pieces as the checkpoint `final`, after `clear_way`. All ranks call it; one brings each piece.
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
@@ -144,9 +141,6 @@ def _write_metadata(path: Path, tensors: dict) -> dict:
     return folders.file_entry(path)
 
 
-# --- reading
-
-
 def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     """Fills the pieces with the numbers of the checkpoint, floats cast. Sends nothing: each rank reads what it needs.
     Bytes    read: the stored boxes that overlap a piece, each once; held: one of them, twice
@@ -244,9 +238,6 @@ def _read_tensor(
             f"{advice(checkpoint)}"
         )
     return x
-
-
-# --- as DCP says it
 
 
 def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

@@ -12,18 +12,4 @@ ch00/ ... ch12/  the graders of a chapter; `from course_lib.checks.ch00 import c
 
 from course_lib.checks.core import CheckFailed, but, fresh_generator, fresh_seed, numbers, ranks_and_seeds
 from course_lib.checks.table import Exercise, Stops, pairs
-from course_lib.checks.watch import (
-    Cost,
-    Each,
-    Kept,
-    MessageLog,
-    agree,
-    collective,
-    copied,
-    crossed,
-    function,
-    named,
-    on_ranks,
-    result,
-    several,
-)
+from course_lib.checks.watch import Cost, Each, agree, copied, named, on_ranks, result, several

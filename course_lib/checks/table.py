@@ -80,7 +80,7 @@ class Exercise:
     """
 
     reference: Callable
-    inputs: Callable[[random.Random], list[tuple]]
+    inputs: Callable[[random.Random], Iterable[tuple]]
     wrong: dict[str, Callable | dict | list | Stops]
     watch: Callable[..., dict] = call
     says: dict[str, str | Callable[..., str]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Raised(CheckFailed):
 
 
 def _grade(ex: Exercise, answer, seed: int) -> None:
-    cases = ex.inputs(random.Random(seed))
+    cases = list(ex.inputs(random.Random(seed)))
     try:
         _compare(ex, answer, cases, (seed, None))
     except _Raised:  # a smaller case may show why

@@ -2,13 +2,12 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -153,25 +152,25 @@ class _Saved:
 
 
 class Kept:
-    """What forward passes saved for backward, and backward has not freed."""
+    """What forward passes of a model saved for backward, and backward has not freed; rows: of each forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self.forwards, self.most_waiting = 0, 0
+        self.rows: list[int] = []
+        self.most_waiting = 0
+        self._forward, model.forward = model.forward, self._watched
 
-    @contextmanager
-    def by_a_forward(self) -> Iterator[None]:
-        """Inside, what is saved belongs to one forward pass."""
-        waiting = len({saved.of_forward for saved in self.alive})
-        self.most_waiting, self.forwards = max(self.most_waiting, waiting), self.forwards + 1
+    def _watched(self, x: Tensor) -> Tensor:
+        self.most_waiting = max(self.most_waiting, len({saved.of_forward for saved in self.alive}))
+        self.rows.append(len(x))
 
         def pack(tensor: Tensor) -> _Saved:
-            saved = _Saved(tensor, self.forwards)
+            saved = _Saved(tensor, len(self.rows))
             self.alive.add(saved)
             return saved
 
         with saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            yield
+            return self._forward(x)
 
     def most(self, slack: int) -> Cost:
         """Return the most that waited; one that has no target to count may wait until its name is given away."""

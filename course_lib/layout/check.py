@@ -42,8 +42,6 @@ BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it
 
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
 
-# --- what no model could do
-
 
 def _size(name: str, layout: Layout) -> str | None:
     if isinstance(size := getattr(layout, name), bool) or not isinstance(size, int) or size < 1:
@@ -129,9 +127,6 @@ _LAYOUT_CHECKS: list[Check] = [
 ]  # fmt: skip
 
 
-# --- what this model does not allow, or this engine does not do for it
-
-
 def _features(config: ModelConfig, layout: Layout) -> str | None:
     widths = {"d_ff": config.d_ff, "vocab_size": config.vocab_size}
     if config.moe is not None and not layout.folded:
@@ -210,9 +205,6 @@ def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check
         (lambda of: check_context(seq_len, of.cp, of.cp_sharding if of.cp > 1 else "contiguous"), ("cp",)),
         (partial(_routed_tokens, config, seq_len), ("expert_tp", "ep", "tp")),
     ]
-
-
-# --- the first that fails, and what is nearest to it
 
 
 def check_layout(layout: Layout, config: ModelConfig | None = None, seq_len: int | None = None) -> None:

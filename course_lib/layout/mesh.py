@@ -27,16 +27,13 @@ REPLICA_AXES = ("shard", "replicate", "expert_shard", "expert_replicate")  # and
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
-
-    order    the axes, outermost first; the formula is that of the default
-    """
+    """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank."""
 
     pp: Size = 1
     dp: Size = 1
     cp: Size = 1
     tp: Size = 1
-    order: tuple[str, ...] = AXES
+    order: tuple[str, ...] = AXES  # outermost first; the formula is that of the default
 
     def __post_init__(self):
         check_fields(self)
@@ -45,7 +42,6 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.order}
 
     @property
@@ -105,10 +101,7 @@ class Mesh:
         return sorted(other for one in data for other in self.ranks_along("tp", one)) if folded else data
 
     def members(self, rank: int, ep_size: int = 1, replicas: int = 1, folded: bool = False) -> dict[str, list[int]]:
-        """The ranks of each group that `rank` is in, by axis of ALL_AXES, with replicas also of REPLICA_AXES.
-
-        folded   experts are spread over tp's ranks too
-        """
+        """The ranks of each group of `rank`, by axis of ALL_AXES, and of REPLICA_AXES; folded: experts over tp too."""
         fold = self.tp if folded else 1
         check_groups(self.dp, self.cp, ep_size, replicas, fold)
         data, experts = self.data_ranks(rank), self.expert_ranks(rank, folded)
@@ -164,16 +157,12 @@ def check_groups(dp: Size, cp: Size, ep_size: Size, replicas: Size = 1, fold: Si
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them.
-
-    kind     "none" (a group of one) | "node" (each group inside one node) | "network" (no two of a group share a node)
-             | "both"
-    """
+    """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them."""
 
     size: int  # ranks of a group
     in_node: int  # of these, how many are on a rank's own node, itself included: the fewest
     nodes: int  # over which a group is spread: the most
-    kind: str
+    kind: str  # "none" (of one rank) | "node" (each inside one node) | "network" (no two share a node) | "both"
 
 
 @checked

@@ -92,10 +92,7 @@ def check_num_stages(num_layers: Size, num_stages: Size) -> None:
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own, dense ones first.
-
-    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
-    """
+    """The layers of a stage, dense ones first, as a model with both ends; of dense layers alone it has no experts."""
     one_of("stage", stage, range(len(layers)))
     return _layers_of_config(config, layers[stage], sum(layers[:stage]))
 

@@ -114,19 +114,13 @@ class _RingAttention(torch.autograd.Function):
 @contextmanager
 def _ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """PyTorch's options are global: zigzag and a ring inside, as before outside."""
-    options = {
-        "enable_load_balance": True,
-        "rotate_method": _RotateMethod.ALL_TO_ALL,
-        "convert_to_f32": dtype != torch.float64,
-    }
-    before = {name: getattr(_cp_options, name) for name in options}
+    before = dict(vars(_cp_options))
+    _cp_options.enable_load_balance, _cp_options.rotate_method = True, _RotateMethod.ALL_TO_ALL
+    _cp_options.convert_to_f32 = dtype != torch.float64
     try:
-        for name, value in options.items():
-            setattr(_cp_options, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(_cp_options, name, value)
+        vars(_cp_options).update(before)
 
 
 def _on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:

@@ -42,8 +42,15 @@ class TensorSequenceParallel(TensorParallel):
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Raises ValueError if S does not divide, below torch 2.13, before anything is sent."""
-        for x_BS, _ in micro_batches:
-            _check_sequence(x_BS.shape[1], self.mesh.size())
+        tp_size = self.mesh.size()
+        for seq_len in (x_BS.shape[1] for x_BS, _ in micro_batches):
+            if seq_len < tp_size:
+                raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
+            if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
+                raise ValueError(
+                    f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
+                    "choose such a length, install torch 2.13, or use parallel/sequence.py"
+                )
         return super().run(micro_batches)
 
 
@@ -54,17 +61,6 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
     """
     check_shardable(model.config, group.size())
     return TensorSequenceParallel(model, group)
-
-
-def _check_sequence(seq_len: int, tp_size: int) -> None:
-    """Raises ValueError for a length that this torch cannot cut."""
-    if seq_len < tp_size:
-        raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
-    if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
-        raise ValueError(
-            f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
-            "choose such a length, install torch 2.13, or use parallel/sequence.py"
-        )
 
 
 def sequence_plan(model: nn.Module) -> Plan:

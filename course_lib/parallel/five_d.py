@@ -54,8 +54,6 @@ from course_lib.parallel.whole import put_together
 from course_lib.training.chunked_loss import ChunkedLoss
 from course_lib.training.precision import accumulate_in_fp32
 
-# --- a model on a layout
-
 
 class FiveD(nn.Module, Engine):
     """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
@@ -237,9 +235,6 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
         accumulate_in_fp32([param for param in engine.pipeline.parameters() if param not in summed])
 
 
-# --- the numbers in it
-
-
 @torch.no_grad()
 def fill_from_seed(engine: FiveD, seed: int) -> None:
     """Draws every tensor of the model, one at a time, and keeps this rank's part of those that it has."""
@@ -268,9 +263,6 @@ def seed_dropout(engine: FiveD, seed: int) -> None:
     place = engine.groups.coordinates
     index = (place["pp"] * engine.layout.dp + place["dp"]) * engine.layout.cp + place["cp"]
     torch.manual_seed(seed * 1_000_003 + index)
-
-
-# --- step
 
 
 class CutStageRunner(StageRunner):

@@ -42,9 +42,6 @@ def keys_and_values(kv_BKsU: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return kv_BKsU[..., :key_dim], kv_BKsU[..., key_dim:]
 
 
-# --- one tile: an standard kernel and a fused one, the same numbers
-
-
 def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
     """Scaled scores in float32 at least; a causal tile is square, and row i sees columns 0 .. i."""
     dtype = torch.promote_types(q_BNqH.dtype, torch.float32)
@@ -156,9 +153,6 @@ class Kernel:
 
 
 KERNELS = {"fused": Kernel(_fused_forward, _fused_backward), "standard": Kernel(standard_forward, standard_backward)}
-
-
-# --- all tiles of my queries
 
 
 def merge(out_BNqH: Tensor, lse_BNq1: Tensor, part_BNqH: Tensor, part_lse_BNq1: Tensor) -> tuple[Tensor, Tensor]:

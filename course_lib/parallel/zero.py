@@ -15,6 +15,7 @@ Activations are not sharded by any stage: they belong to this rank's part of the
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -189,7 +190,7 @@ class ZeroUnits(Sharded):
         self.computing: tuple[str, float] | None = None  # what the trace's open span is called, when it began
         self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
         for index, (_, modules) in enumerate(self.units):
-            self.handles.append(modules[0].register_forward_pre_hook(before(self._before_forward, index)))
+            self.handles.append(modules[0].register_forward_pre_hook(partial(self._before_forward, index)))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self.in_backward, self.lowest = False, len(self.units) - 1
@@ -221,7 +222,8 @@ class ZeroUnits(Sharded):
             flat.wait_for_gather()
         self._note(name)
 
-    def _before_forward(self, index: int, x: Tensor) -> None:
+    def _before_forward(self, index: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
         if self.in_backward:  # recomputation: _before_backward has gathered this unit
             return
         if x.requires_grad and not x.is_leaf:  # the unit before gave it: its gradient begins that one's backward
@@ -274,14 +276,6 @@ class ZeroUnits(Sharded):
         self._hold([])
 
 
-def before(act: Callable, index: int) -> Callable:
-    """A forward pre-hook that calls `act` with the unit's number and its input."""
-    return lambda module, args: act(index, args[0])
-
-
-# --- what all stages check and forget
-
-
 def check_first_arrival(flat: FlatShard, param: nn.Parameter) -> None:
     if flat.reduction is not None or param in flat.arrived:
         raise RuntimeError(arrived_twice(flat.names[flat.params.index(param)]))
@@ -306,9 +300,6 @@ def forget_gradients(engine: nn.Module) -> None:
         flat.arrived.clear()
         set_gradient(flat.shard_p, None)
     engine.used.clear()
-
-
-# --- build: the same as in native/zero.py
 
 
 def build(

@@ -11,8 +11,6 @@ from course_lib.plots.style import draw_arrows, labelled_box, picture_axes, writ
 from course_lib.plots.tiles import Tile, draw_tiles, ranks
 from course_lib.validate import Size, checked
 
-# ---------------------------------------------------------------- data parallelism as one picture
-
 _OWN_COLORS = tuple(OKABE_ITO[name] for name in ("sky", "green", "yellow", "purple"))  # of what only one rank has
 _REPLICA_ROWS = ("its sequences", "the model", "own gradient", "", "mean gradient", "new model")
 
@@ -49,14 +47,8 @@ def show_replicas(
         axes.set_title("Equal models, different sequences, one mean, equal models again")
 
 
-# ---------------------------------------------------------------- parameters falling into buckets
-
-
 def falls(sizes: Mapping[str, int], buckets: Sequence[Sequence[str]]) -> list[tuple[str, int, int, int]]:
-    """Return (name, where it lies, elements, bucket) of each parameter in model order.
-
-    Raises   ValueError if the buckets do not hold each parameter once
-    """
+    """Return (name, start, elements, bucket) in model order; raises ValueError unless buckets hold each name once."""
     bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
     if sorted(name for names in buckets for name in names) != sorted(sizes):
         raise ValueError("the buckets must hold each parameter once; give the names of `sizes`, each in one bucket")
@@ -89,9 +81,6 @@ def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], ti
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(title)
-
-
-# ---------------------------------------------------------------- elements on ranks, from row to row
 
 
 @dataclass(frozen=True)

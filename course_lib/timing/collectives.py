@@ -181,10 +181,8 @@ def _rate(group: _Group, algorithm: str, protocol: str) -> float:
 
 
 def _ring(name: str, group: _Group, protocol: str) -> Cost:
-    """A ring of G ranks crosses from node to node once a node; every other step stays inside.
-
-    With one rank in each node nothing else hides a step between nodes, and NCCL charges what a tree's costs.
-    """
+    """A ring of G ranks crosses from node to node once a node; every other step stays inside. With one rank in each
+    node nothing else hides a step between nodes, and NCCL charges what a tree's costs."""
     steps = collective_steps(name, group.size)
     crossing = 0 if group.nodes == 1 else steps * (group.nodes - 1) // (group.size - 1)
     exposed = "tree" if group.per_node == 1 and protocol != "plain" else "ring"
@@ -205,11 +203,9 @@ def _tree(group: _Group, protocol: str) -> Cost:
 
 
 def _in_the_switch(group: _Group) -> list[Cost]:
-    """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them.
-
-    A GPU gives its own payload to the switch and 1 / G of the sum, so no group of two gains. Two nodes exchange both
-    ways at once.
-    """
+    """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them. A GPU gives
+    its own payload to the switch and 1 / G of the sum, so no group of two gains. Two nodes exchange both ways at
+    once."""
     link, ranks = group.inside, group.per_node
     if link.switch_share is None or ranks == 1:
         return []
@@ -222,10 +218,8 @@ def _in_the_switch(group: _Group) -> list[Cost]:
 
 
 def _messages(name: str, group: _Group) -> Cost:
-    """Messages from each to each, one after the other; those inside a node pass while others leave by the port.
-
-    NCCL's model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves.
-    """
+    """Messages from each to each, one after the other; those inside a node pass while others leave by the port. NCCL's
+    model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves."""
     link, others = group.outermost, group.size - (1 if group.nodes == 1 else group.per_node)
     if name == "send":
         return Cost("message", "Simple", link.latency_s, link.achieved_bytes_per_s)
@@ -238,7 +232,6 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-# ------------------------------------------------------------------------------------ the calls of a layout
 @lru_cache(maxsize=1024)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.

@@ -43,11 +43,7 @@ from course_lib.validate import Size, checked
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s.
-
-    model_flops    of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
-    causal_flops   with the half of attention's scores that a causal mask leaves
-    """
+    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s."""
 
     compute_s: float
     launches_s: float
@@ -61,8 +57,8 @@ class StepTime:
     update_s: float
     num_tokens: int
     num_gpus: int
-    model_flops: float
-    causal_flops: float
+    model_flops: float  # of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
+    causal_flops: float  # with the half of attention's scores that a causal mask leaves
     peak_flops_per_s: float
 
     @property
@@ -140,7 +136,6 @@ def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
     return ranks, *_pipeline(layout, ranks)
 
 
-# ------------------------------------------------------------------------------------ the pipeline
 def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     """The rank that decides how long a step takes, and the seconds that it waits for other ranks."""
     if layout.pp == 1:
@@ -176,12 +171,10 @@ _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward
 
 
 def _one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
-    """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it.
-
-    slots: seconds of each stage, forward and backward of one micro-batch. A stage first waits for stages before it.
-    Then it runs ahead, one micro-batch for each stage behind it, and waits for the first gradient if that comes later;
-    and again for the last one. A backward takes twice as long as a forward.
-    """
+    """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it. slots: seconds of
+    each stage, forward and backward of one micro-batch. A stage first waits for stages before it. Then it runs ahead,
+    one micro-batch for each stage behind it, and waits for the first gradient if that comes later; and again for the
+    last one. A backward takes twice as long as a forward."""
     found, before, total = [], 0.0, sum(slots)
     for stage, slot in enumerate(slots):
         behind, ahead = total - before - slot, len(slots) - 1 - stage

@@ -40,11 +40,7 @@ def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 
 
 @dataclass(frozen=True)
 class Call(Checked):
-    """`count` equal calls of one collective in one step; `place` says where in the step.
-
-    src      the rank of the group that broadcasts
-    to_one   whether all of an all-to-all goes to one other rank, as one step of a ring does
-    """
+    """`count` equal calls of one collective in one step; `place` says where in the step."""
 
     place: str
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send"]
@@ -52,8 +48,8 @@ class Call(Checked):
     group_size: Size
     itemsize: Size
     count: Count = 1
-    src: Index = 0
-    to_one: bool = False
+    src: Index = 0  # the rank of the group that broadcasts
+    to_one: bool = False  # whether all of an all-to-all goes to one other rank, as one step of a ring does
 
 
 @checked

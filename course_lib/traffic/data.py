@@ -12,8 +12,6 @@ Gradients of experts are summed over the ranks that have the same experts, all o
 Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 7
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.layout import Layout

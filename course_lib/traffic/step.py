@@ -17,8 +17,6 @@ Folded, whole experts get rows of S / (cp tp) tokens, and nothing is gathered ov
 With ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -94,11 +92,9 @@ def stage_calls(run: Run, stage: Index) -> Calls:
 
 
 def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
-    """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before.
-
-    Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
-    times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
-    """
+    """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before. Two
+    consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v times
+    the bytes or nearly. With sequence parallelism each tp rank sends its own tokens."""
     layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, run.layout.rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
     tokens = piece_sizes(run.seq_len // layout.cp, share[0])[share[1]]

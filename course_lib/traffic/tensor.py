@@ -16,8 +16,6 @@ of x: with SP these are gathered, and x is not.
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.config import ModelConfig

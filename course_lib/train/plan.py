@@ -18,13 +18,7 @@ from course_lib.validate import Checked, Count, Index, Size
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
 
-# Dtype of parameters, and of gradients where it is another. Names as in training/precision.py; fp64 is for comparing.
-PRECISIONS = {
-    "fp32": ("float32", None),
-    "bf16-master": ("bfloat16", None),
-    "bf16-master-fp32-grads": ("bfloat16", "float32"),
-    "fp64": ("float64", None),
-}
+PRECISIONS = ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp64")  # as in training/precision.py; fp64 to compare
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 _SHOWN_CHARS = 16  # of a text or a checksum in an error
 _DECAYS = ("none", "cosine")
@@ -41,7 +35,7 @@ class TrainPlan(TrainSettings):
     warmup: Index = 0
     compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
     decay: Literal[_DECAYS] = "none"
-    precision: Literal[tuple(PRECISIONS)] = "fp32"
+    precision: Literal[PRECISIONS] = "fp32"
     loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory
 
     def __post_init__(self):
@@ -54,8 +48,9 @@ class TrainPlan(TrainSettings):
         """Of parameters, and of gradients where it is another."""
         import torch
 
-        param, grad = PRECISIONS[self.precision]
-        return getattr(torch, param), grad and getattr(torch, grad)
+        from course_lib.training.precision import engine_dtypes
+
+        return (torch.float64, None) if self.precision == "fp64" else engine_dtypes(self.precision)
 
 
 @dataclass(frozen=True)

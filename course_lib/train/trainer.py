@@ -105,9 +105,6 @@ class RunRecord:
     stopped_by: int
 
 
-# --- a run, on every rank of a world
-
-
 def train(
     config: ModelConfig,
     layout: Layout,
@@ -285,9 +282,6 @@ def _start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     )
 
 
-# --- checkpoints
-
-
 def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict, done: int) -> None:
     act = checkpoint.save_async if checkpoints.in_background else checkpoint.save
     act(engine, optimizer, checkpoints.folder, done, about=settings, keep=checkpoints.keep)
@@ -329,9 +323,6 @@ def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     if about["step"] > settings["steps"]:
         raise ValueError(f"{path} has done {about['step']} steps, more than steps ({settings['steps']}); give more")
     return str(path)
-
-
-# --- the script
 
 
 def main(argv: Sequence[str] | Options | None = None) -> int:

@@ -26,11 +26,6 @@ from course_lib.training.precision import (
 )
 from course_lib.validate import Amount, Positive, Size, checked
 
-__all__ = [
-    "LossScaler", "MasterAdamW", "TrainConfig", "accumulate_gradients", "clip_gradients", "loss_of",
-    "make_optimizer", "train_step",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TrainConfig(TrainSettings):

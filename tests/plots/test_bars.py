@@ -229,15 +229,15 @@ def test_the_legend_says_which_share_of_the_pale_is_strong():
 def test_the_parts_of_a_step_add_up_and_what_is_not_split_is_the_rest(tmp_path):
     for rank in range(2):
         run_logs.write(tmp_path, rank, run_logs.steps(rank, 5 - rank, own_s=0.3 if rank else 0.1))
-    rows = run_rows(read_run(tmp_path))
-    assert list(rows.steps) == [0, 1] and [len(lines) for lines in rows.steps.values()] == [5, 4]
-    assert rows.seconds["forward"] == pytest.approx([0.025, 0.075])
-    assert rows.seconds["waits for others"] == pytest.approx([0.3, 0.1])
-    assert [sum(column) for column in zip(*rows.seconds.values(), strict=True)] == pytest.approx([0.5, 0.5])
+    steps, seconds = run_rows(read_run(tmp_path))
+    assert list(steps) == [0, 1] and [len(lines) for lines in steps.values()] == [5, 4]
+    assert seconds["forward"] == pytest.approx([0.025, 0.075])
+    assert seconds["waits for others"] == pytest.approx([0.3, 0.1])
+    assert [sum(column) for column in zip(*seconds.values(), strict=True)] == pytest.approx([0.5, 0.5])
     parts = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "data_s", "communication_s"))
     run_logs.write(tmp_path / "gpu", 0, [run_logs.line(0, 0, **parts)])
-    rows = run_rows(read_run(tmp_path / "gpu"))
-    assert rows.seconds["rest"] == [0.5] and sum(map(sum, rows.seconds.values())) == 0.5
+    _, seconds = run_rows(read_run(tmp_path / "gpu"))
+    assert seconds["rest"] == [0.5] and sum(map(sum, seconds.values())) == 0.5
 
 
 def test_the_picture_has_four_panels_with_these_numbers(tmp_path, shown):

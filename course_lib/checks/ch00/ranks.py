@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks import Cost, Each, Exercise, MessageLog, Stops, agree, collective, fresh_seed, numbers
+from course_lib.checks import Cost, Each, Exercise, Stops, agree, fresh_seed, numbers
+from course_lib.checks.watch import MessageLog, collective
 from course_lib.comm import all_gather, all_gather_json, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter

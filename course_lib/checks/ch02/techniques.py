@@ -7,26 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks import Exercise, Kept, fresh_seed, numbers
+from course_lib.checks import Exercise, fresh_seed, numbers
+from course_lib.checks.watch import Kept
 from course_lib.minimal.ring_attention import merge
 
 _NO_TARGET = -100
 
 
 # ------------------------------------------------------------------------------------ 1. accumulation
-class _Tiny(nn.Module):
-    """A language model of one matrix, which notes the rows of each call and what was kept when it began."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        self.table, self.kept, self.rows = nn.Parameter(numbers(seed, 11, 11)), Kept(), []
-
-    def forward(self, x_BS: Tensor) -> Tensor:
-        self.rows.append(len(x_BS))
-        with self.kept.by_a_forward():
-            return self.table[x_BS]
-
-
 def _count(parts):
     return sum(int((y_BS != _NO_TARGET).sum()) for _, y_BS in parts)
 
@@ -60,12 +48,13 @@ def _micro_batches(rng):
 
 
 def _watch_accumulation(answer, seed, parts):
-    model = _Tiny(seed)
+    model = nn.Embedding.from_pretrained(numbers(seed, 11, 11), freeze=False)
+    kept = Kept(model)
     answer(model, parts)
     return {
-        "rows of each forward pass": sorted(model.rows),
-        "micro-batches kept when a forward pass begins": model.kept.most(slack=1),
-        "the gradient": model.table.grad,
+        "rows of each forward pass": sorted(kept.rows),
+        "micro-batches kept when a forward pass begins": kept.most(slack=1),
+        "the gradient": model.weight.grad,
     }
 
 

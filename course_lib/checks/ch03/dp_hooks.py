@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.checks import Exercise, Kept, Stops, copied, numbers, ranks_and_seeds
+from course_lib.checks import Exercise, Stops, copied, numbers, ranks_and_seeds
+from course_lib.checks.watch import Kept
 from course_lib.config import ModelConfig
 from course_lib.measure import ByteMeter
 from course_lib.model import build
@@ -154,18 +155,6 @@ check_overlap = Exercise(overlap, ranks_and_seeds, _WRONG_HOOKS, _watch_hooks, _
 
 
 # ------------------------------------------------------------------------------------ 6. accumulation
-class _Row(nn.Module):
-    """A linear layer to one number, which notes what was kept when a forward pass began."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.kept = nn.Parameter(torch.ones(5, 1, dtype=torch.float64)), Kept()
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        with self.kept.by_a_forward():
-            return x_BD @ self.weight
-
-
 def _rows(parts):
     return sum(len(y) for _, y in parts)
 
@@ -195,14 +184,15 @@ def _own_gradient(engine, parts, loss_of):
 
 
 def _watch_sum(answer, rows, seed):
-    model = _Row()
-    engine = DistributedDataParallel(model)
+    model = nn.Linear(5, 1, bias=False, dtype=torch.float64)
+    model.weight.data.fill_(1)
+    kept, engine = Kept(model), DistributedDataParallel(model)
     parts = [(numbers(seed + 10 * dist.get_rank() + i, b, 5), numbers(seed + 5 + i, b)) for i, b in enumerate(rows)]
     with ByteMeter() as meter:
         answer(engine, parts, (lambda model, x_BD, y_B: (model(x_BD).squeeze(1) - y_B).square().mean()))
     return {
         "all-reduces": meter.calls.get("all_reduce", 0),
-        "micro-batches kept when a forward pass begins": model.kept.most(slack=1),
+        "micro-batches kept when a forward pass begins": kept.most(slack=1),
         "the gradient": model.weight.grad,
     }
 

@@ -7,18 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks import (
-    Exercise,
-    Stops,
-    agree,
-    crossed,
-    fresh_seed,
-    function,
-    numbers,
-    on_ranks,
-    ranks_and_seeds,
-    several,
-)
+from course_lib.checks import Exercise, Stops, agree, fresh_seed, numbers, on_ranks, ranks_and_seeds, several
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_gather, all_reduce
 from course_lib.comm.conjugate import my_piece
 from course_lib.layout.partition import piece_sizes

@@ -17,15 +17,13 @@ def _shape(region, sp, config, B, S, t, rank, **mistake):
 
 
 def _regions(rng):
-    cases = []
     for rest in (0, 1):
         t, head_dim = rng.choice([2, 4]), rng.choice([8, 16])
         heads, d_ff = t * rng.randrange(2, 5), t * rng.randrange(5, 30)
         config = ModelConfig("drawn", 1, 8 * rng.randrange(17, 40), heads, heads, d_ff, 64, 512, head_dim=head_dim)
         sizes = config, rng.randrange(2, 5), t * rng.randrange(5, 30) + rest, t
         regions = ("residual", "column input", "queries", "features", "row output")
-        cases += [(region, sp, *sizes, r) for sp in (False, True) for region in regions for r in (0, t - 1)]
-    return cases
+        yield from [(region, sp, *sizes, r) for sp in (False, True) for region in regions for r in (0, t - 1)]
 
 
 _WIDE = ["residual", "column input", "row output"]
@@ -117,25 +115,21 @@ def _choice(free_bytes, s, b, h, layers, t, **believed):
 
 
 def _limits(rng):
-    cases = []
     for _ in range(5):
         s, b, h = 512 * rng.randrange(1, 20), rng.randrange(1, 5), 1024 * rng.randrange(1, 9)
         layers, t = rng.randrange(24, 100), rng.choice([2, 4, 8])
         for units in (layers * (30 + 4 * t), layers * 34, 2 * layers + 32):
-            cases += [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
-    return cases
+            yield from [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
 
 
-def _said(answer, *case):
-    try:
-        return answer(*case)
-    except ValueError:
-        return "ValueError"
-
-
-def _way(answer, free_bytes, s, b, h, layers, t):
-    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice))
-    return {f"what fits, {right}" if right != "ValueError" else "where nothing fits": said}
+def _way(answer, *case):
+    ways = []
+    for of in (answer, _choice):
+        try:
+            ways.append(of(*case))
+        except ValueError:
+            ways.append("ValueError")
+    return {"where nothing fits" if ways[1] == "ValueError" else f"what fits, {ways[1]}": ways[0]}
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}

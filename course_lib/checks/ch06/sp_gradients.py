@@ -7,7 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks import Cost, Exercise, Stops, crossed, fresh_seed, function, numbers, ranks_and_seeds
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers, ranks_and_seeds
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.measure.meter import ByteMeter
 
@@ -40,11 +41,9 @@ def _cut_and_reshaped(grad_BSD, group, S):
 
 def _tokens(rng):
     """Equal shards, and a token less on the last rank."""
-    cases = []
     for size in (2, rng.choice([3, 4])):
         B, most, D = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
-        cases += [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
-    return cases
+        yield from [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
 
 
 def _cross(answer, B, S, D, seed):

@@ -17,12 +17,10 @@ def _places(sequence_sharding, S, ranks, rank, **believed):
 
 
 def _all_ranks(rng):
-    cases = []
     for sequence_sharding in SEQUENCE_SHARDINGS:
         ranks = rng.choice([3, 4, 5])
         S = 2 * ranks * rng.randrange(2, 6)
-        cases += [(sequence_sharding, S, ranks, rank) for rank in range(ranks)]
-    return cases
+        yield from [(sequence_sharding, S, ranks, rank) for rank in range(ranks)]
 
 
 def _as_list(answer, sequence_sharding, S, ranks, rank):
@@ -177,14 +175,12 @@ def _believed(method, **change):
 
 def _sizes(rng):
     """With grouped queries, in 4, 1 and 2 bytes: in each other mistakes come to the same number."""
-    cases = []
     for method in ("ring", "ulysses"):
         for itemsize in (4, 1, 2):
             c = rng.choice([3, 5])
             K = c * rng.randrange(1, 3)
             sizes = (rng.randrange(2, 5), rng.randrange(6, 30), K * rng.choice([2, 4]), K, 8 * rng.randrange(1, 5))
-            cases.append((method, c, *sizes, itemsize))
-    return cases
+            yield method, c, *sizes, itemsize
 
 
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}

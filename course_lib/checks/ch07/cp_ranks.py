@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import model
-from course_lib.checks import Cost, Exercise, Stops, crossed, fresh_seed, function, numbers
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_reduce, all_to_all, join, split
 from course_lib.config import ModelConfig
 from course_lib.parallel import context
@@ -101,9 +102,7 @@ WRONG_LOSS = {
         "divisor": lambda everyone, mine, rows: everyone * (1 - rows / mine),
     },
     "the labels are the inputs themselves; a token's label is the one after it": {"labels": lambda x_Bs, y_Bs: x_Bs},
-    "positions were counted from 0; give the engine positions_s": {
-        "places": lambda positions_s: torch.arange(len(positions_s))
-    },
+    "positions were counted from 0; give the engine positions_s": {"places": lambda at_s: torch.arange(len(at_s))},
     "these are contiguous tokens; mine stand at positions_s": {
         "at": lambda positions_s: torch.arange(len(positions_s)) + dist.get_rank() * len(positions_s)
     },

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from course_lib import comm
 
+_WAYS = {"send": "its send to", "recv": "its receive from"}
 HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
 BATCH = "start a send and a receive in one dist.batch_isend_irecv"
 STUCK = f"right on gloo, but NCCL runs the messages of two ranks in the order of the calls, and ranks wait: {BATCH}"
@@ -89,8 +90,9 @@ def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
         for rank, index, message in moved:
             left[rank][index].remove(message)
         if not moved:
-            stuck = [rank for rank in range(len(rows)) if any(left[rank])]
-            return rounds, ", ".join(_stands(rank, left[rank], running[rank]) for rank in stuck)
+            first = {rank: left[rank][min(running[rank])] for rank in range(len(rows)) if any(left[rank])}
+            places = {rank: [f"{_WAYS[kind]} rank {other}" for kind, other in calls] for rank, calls in first.items()}
+            return rounds, ", ".join(f"rank {rank} stands at " + " and ".join(at) for rank, at in places.items())
 
 
 def replay_of_all(calls: list[Started]) -> tuple[int, str]:
@@ -116,8 +118,3 @@ def _matched(rows, left, running) -> list[tuple[int, int, list]]:
                 ends = waiting.setdefault((rows[rank][index].communicator, pair), {"send": [], "recv": []})
                 ends[kind].append((rank, index, [kind, other]))
     return [end for ends in waiting.values() for both in zip(*ends.values(), strict=False) for end in both]
-
-
-def _stands(rank: int, left: Sequence[list], running: list[int]) -> str:
-    ways = {"send": "its send to", "recv": "its receive from"}
-    return f"rank {rank} stands at " + " and ".join(f"{ways[kind]} rank {other}" for kind, other in left[min(running)])

@@ -47,14 +47,12 @@ def layers_kept(name, L, p, m, i, in_flight=_in_flight):
 
 
 def _ranks_of_schedules(rng):
-    cases = []
     for name in ("naive", "afab", "1f1b"):
         for few in (False, True):
             p = rng.choice([4, 6, 8])
             m = rng.randrange(2, p) if few else p + rng.randrange(2, 9)
             L = p * rng.randrange(2, 6)
-            cases += [(name, L, p, m, i) for i in (*[0] * (name != "naive"), rng.randrange(1, p - 1), p - 1)]
-    return cases
+            yield from [(name, L, p, m, i) for i in (*[0] * (name != "naive"), rng.randrange(1, p - 1), p - 1)]
 
 
 WRONG_KEPT = {

@@ -88,10 +88,6 @@ def _w_behind_i(p, m):
     return [[half + word[1:] for word in row for half in halves[word[0]]] for row in one_f_one_b(p, m)]
 
 
-def _all_w_at_the_end(p, m):
-    return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in one_f_one_b(p, m)]
-
-
 def _watch_shorter(answer, p, m):
     """In flight may be p - rank, as in 1F1B, and a rank may wait p - 1 slots."""
     schedule, seen = scheduled(answer(p, m), p, m)
@@ -111,7 +107,9 @@ _WRONG_SHORTER = {
     "it buys its time with memory, as ZB-H2": lambda p, m: lists_of("zb_h2", p, m),
     "with unsplit backwards nothing can be delayed; split B into I and W": one_f_one_b,
     "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
-    "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
+    "delay W where others wait for an I, and do it where the rank itself would wait": lambda p, m: [
+        [word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in one_f_one_b(p, m)
+    ],
 }
 _SAYS_SHORTER = {
     "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"

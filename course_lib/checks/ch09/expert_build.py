@@ -57,7 +57,12 @@ def _watch_layer(answer, per_rank, k, seed):
     generator = torch.Generator().manual_seed(seed)
     num_experts = size * per_rank
     x_TD, expert_Tk, weight_Tk, c_TD = [_tokens(generator, 5 + 3 * r, num_experts, k) for r in range(size)][rank]
-    mine = [_expert(generator) for _ in range(num_experts)][rank * per_rank : (rank + 1) * per_rank]
+    every = [
+        nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)) for _ in range(num_experts)
+    ]
+    for param in nn.ModuleList(every).double().parameters():
+        param.data = numbers(generator, *param.shape) / 4
+    mine = every[rank * per_rank : (rank + 1) * per_rank]
     given, experts = (x_TD.requires_grad_(), expert_Tk.clone(), weight_Tk.requires_grad_()), list(mine)
     with ByteMeter() as meter:
         y_TD = answer(*given, experts, num_experts, dist.group.WORLD)
@@ -84,13 +89,6 @@ def _tokens(generator, count, num_experts, k):
     logits_TE[:, -1] = -100.0
     weight_Tk = torch.rand(count, k, generator=generator, dtype=torch.float64)
     return x_TD.clone(), logits_TE.topk(k).indices, weight_Tk, c_TD
-
-
-def _expert(generator):
-    expert = nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)).double()
-    for param in expert.parameters():
-        param.data = numbers(generator, *param.shape) / 4
-    return expert
 
 
 def _divided(x_RD, sent, received, group):

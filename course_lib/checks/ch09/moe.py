@@ -44,11 +44,9 @@ _WRONG_ROUTE = {
     },
     "scores are a sigmoid of each logit by itself here": {"score": "softmax"},
     "scores are one softmax over the experts here": {"score": "sigmoid"},
-    "the bias chooses, it does not weigh": {
-        "weigh": lambda logits_Tk, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)
-    },
+    "the bias chooses, it does not weigh": {"weigh": lambda _, score_Tk, bias_Tk: _normalised(score_Tk + bias_Tk)},
     "these do not add up to 1: divide by the sum of the chosen scores": {
-        "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk
+        "weigh": lambda _, score_Tk, bias_Tk: score_Tk
     },
     "a softmax of scores; the scores themselves are divided by their sum": {
         "weigh": lambda logits_Tk, score_Tk, bias_Tk: score_Tk.softmax(-1)
@@ -79,15 +77,13 @@ def _bias_in_place(bias_E, load_E, speed):
 
 def loads(rng):
     """Two loads are the mean, 50; of the others most are below, so that the median is."""
-    cases = []
     for _ in range(2):
         generator, experts, speed = fresh_generator(rng), rng.choice([6, 8]), rng.choice([0.001, 0.01, 0.05])
         off_E = torch.randint(2, 40, (experts - 2,), generator=generator)
         above = off_E.sum() // 2
         off_E = torch.cat([-off_E, torch.stack([above, off_E.sum() - above])])
         load_E = 50 + torch.cat([off_E[torch.randperm(experts, generator=generator)], torch.tensor([0, 0])])
-        cases.append((0.1 * numbers(generator, experts + 2), load_E, speed))
-    return cases
+        yield 0.1 * numbers(generator, experts + 2), load_E, speed
 
 
 WRONG_STEP = {
@@ -171,14 +167,12 @@ def sent_bytes(rows, rank, d_model, narrow_bytes, wide_bytes, total=None, home=F
 
 def _tables_of_rows(rng):
     """More goes out than comes back."""
-    cases = []
     for _ in range(3):
         ranks = rng.randrange(3, 7)
         rows = [[rng.randrange(1, 60) for _ in range(ranks)] for _ in range(ranks)]
         rank = rng.randrange(ranks)
         rows[rank][rank - 1] += 60 * ranks
-        cases.append((rows, rank, rng.randrange(16, 100), 1, rng.choice([2, 4])))
-    return cases
+        yield rows, rank, rng.randrange(16, 100), 1, rng.choice([2, 4])
 
 
 WRONG_SENT = {

@@ -19,7 +19,6 @@ def groups(rank, sizes, ep, order=tuple, data="data", of_ep="ep", expert_dp="exp
 
 def meshes(rng):
     """First cp outside dp and not the usual order, then dp outside; ep is not always data's inner axis."""
-    cases = []
     for case in range(4):
         order = ["cp", "pp", "dp", "tp"] if case == 0 else rng.sample(AXES, 4)
         if case == 1 and order.index("cp") < order.index("dp"):
@@ -28,8 +27,7 @@ def meshes(rng):
         first, last = sorted(("dp", "cp"), key=order.index)
         sizes = {"pp": 2 if case == 0 else rng.choice([1, 2, 3]), "tp": rng.choice([2, 3]), last: inner, first: outer}
         sizes = {axis: sizes[axis] for axis in order}
-        cases.append((_rank_that_tells(Mesh(**sizes, order=tuple(order)), ep, rng), sizes, ep))
-    return cases
+        yield _rank_that_tells(Mesh(**sizes, order=tuple(order)), ep, rng), sizes, ep
 
 
 def _rank_that_tells(mesh, ep, rng):
@@ -147,13 +145,11 @@ def sent(p, micro_batches, tokens, d_model, numel, itemsize, pp=None, zero3=lamb
 
 
 def steps(rng):
-    cases = []
     for case in range(3):
         p, itemsize = rng.choice([6, 8, 16]), rng.choice([2, 4]) if case else 4
         each = rng.choice([2, 5, 6, 7, 8])  # with other p and each, two mistakes would give one number
         tokens, d_model, numel = 128 * rng.randrange(1, 40), 64 * rng.randrange(4, 60), 1000 * rng.randrange(100, 999)
-        cases.append((p, p * each, tokens, d_model, p * numel, itemsize))
-    return cases
+        yield p, p * each, tokens, d_model, p * numel, itemsize
 
 
 WRONG_SENT = {
@@ -194,13 +190,11 @@ def _smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_i
 
 def clusters(rng):
     """In the first three another mistake shows in each: no sharding, tp beyond a node, sharded over all GPUs."""
-    cases = []
     for case in range(6):
         gpus, per_node, numel = 8 * 2 ** rng.randrange(2, 6), rng.choice([4, 8]), rng.randrange(5, 120) * GB
         cut = {0: 2, 1: 2 * per_node, 2: gpus // 2}.get(case, 1)
         limit = (4 + 12 * (1 if case == 2 else cut) / gpus) * numel / cut * (1.05 if case == 2 else 1.02)
-        cases.append((numel, gpus, per_node, int(limit if case < 3 else numel * rng.uniform(0.3, 18))))
-    return cases
+        yield numel, gpus, per_node, int(limit if case < 3 else numel * rng.uniform(0.3, 18))
 
 
 _WRONG_CUT = {

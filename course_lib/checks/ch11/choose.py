@@ -25,13 +25,11 @@ def estimate(psi, num_layers, d_model, seq_len, tokens, num_gpus, peak, mfu, **m
 
 
 def models(rng):
-    cases = []
     for _ in range(3):
         layers, d_model, seq_len = rng.randrange(20, 100), 128 * rng.randrange(16, 100), 2048 * rng.randrange(1, 9)
         tokens, num_gpus = rng.randrange(1, 16) * 1e12, 8 * rng.randrange(1, 200)
         run = (tokens, num_gpus, rng.choice([312e12, 989e12]), rng.randrange(25, 50) / 100)
-        cases.append((12 * layers * d_model**2, layers, d_model, seq_len, *run))
-    return cases
+        yield 12 * layers * d_model**2, layers, d_model, seq_len, *run
 
 
 _WRONG_ESTIMATE = {
@@ -103,7 +101,6 @@ _of_the_last = partial(_yield_of, of_first=lambda tries: tries[-1])
 
 
 def runs(rng):
-    cases = []
     for k in (1, 2, 3):
         while True:
             measured = [float(rng.randrange(100, 7000)) for _ in range(9)]
@@ -112,8 +109,7 @@ def runs(rng):
             worse = [_yield_of(predicted, measured, 1)] * (k > 1) + [_of_the_last(predicted, measured, k)] * (k > 2)
             if max([0.0, *worse]) < reached < 0.95:
                 break
-        cases.append((predicted, measured, k))
-    return cases
+        yield predicted, measured, k
 
 
 _WRONG_YIELD = {
@@ -143,11 +139,9 @@ def _interpolated(predicted, measured, share):
 
 
 def shares(rng):
-    cases = []
     for share, count in ((0.9, 20), (0.9, 30), (1.0, 11)):
         predicted = [rng.randrange(20, 80) + rng.random() for _ in range(count)]
-        cases.append((predicted, [told * (0.8 + 0.6 * rng.random()) for told in predicted], share))
-    return cases
+        yield predicted, [told * (0.8 + 0.6 * rng.random()) for told in predicted], share
 
 
 _WRONG_MARGIN = {

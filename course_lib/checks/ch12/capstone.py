@@ -171,11 +171,6 @@ def _predicted(right, job, rank, ranks=2, recipe=FP64, clip=True):
     return {"sent_bytes": (sum(sent(run, rank, clip).values()), right["sent_bytes"][1])}
 
 
-def _all_lines(right, job, rank):
-    told = losses_told(job.folder)
-    return {"losses": [loss for _, loss in told] + right["losses"][right["first_step"] :]}
-
-
 WRONG = {
     "the run goes on from the last checkpoint, not from the step in which the rank died": {
         "count": lambda right, job, rank: {"first_step": job.killed}
@@ -185,7 +180,11 @@ WRONG = {
     "the rows begin again with those of step 0: a batch has the number of its step in the whole run": {
         "first_rows_again": True
     },
-    "steps that were lost have two losses; the one that counts is of the run that went on": {"count": _all_lines},
+    "steps that were lost have two losses; the one that counts is of the run that went on": {
+        "count": lambda right, job, rank: {
+            "losses": [loss for _, loss in losses_told(job.folder)] + right["losses"][right["first_step"] :]
+        }
+    },
     "tokens of lost steps count once: the model kept nothing of their first time": {
         "count": lambda right, job, rank: {"tokens": right["tokens"] + right["tokens_lost"]}
     },

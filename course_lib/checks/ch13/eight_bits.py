@@ -25,15 +25,13 @@ def _no_subnormals(code, fmt):
 
 def _sizes(rng):
     """Exact numbers, ties, numbers in between, subnormal, and too large; in formats of 4 to 8 bits."""
-    cases = []
     for bits in ((2, 1), (3, 2), (4, 3), (5, 2)):
         fmt = FloatFormat("", *bits, "none")
         exact = [number_of(code, fmt) for code in range(2 ** sum(bits))]
         places = [0, 1, 2, *rng.sample(range(len(exact) - 1), 3)]
         for share in (0, 0.5, rng.uniform(0.1, 0.45), rng.uniform(0.55, 0.9)):
-            cases += [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
-        cases.append((3 * exact[-1], *bits))
-    return cases
+            yield from [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
+        yield 3 * exact[-1], *bits
 
 
 check_code = Exercise(
@@ -131,9 +129,7 @@ check_reduce_scatter_8 = Exercise(
         ),
         "the sum was rounded to FP8: sums are taken in FP32": {"total": lambda parts: rounded(parts.sum(0), E4M3)},
         "the sum over ranks is asked for, not the mean": {"total": lambda parts: parts.mean(0)},
-        "gradients were not rounded: they travel in one byte each": (
-            lambda grad_P, group: comm.reduce_scatter(grad_P, group)
-        ),
+        "gradients were not rounded: they travel in one byte each": comm.reduce_scatter,
         "one byte per element": Stops(lambda *given: (comm.all_gather(*given), reduce_scatter_8(*given))[1]),
     },
     partial(on_ranks, slack=64),

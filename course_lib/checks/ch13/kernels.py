@@ -43,14 +43,12 @@ def _limit(flops, num_bytes, gpu, of=max, peak="bf16_flops", names=("computing",
 
 
 def _around_the_ridge(rng):
-    cases = []
     for name in ("a100-80", "h100", "b200", "mi300x"):
         gpu = GPUS[name]
         ridge = gpu.bf16_flops / gpu.memory_bytes_per_s
         for factor in (0.01, 0.7, 1.5, 20.0):
             num_bytes = rng.randrange(10**6, 10**9)
-            cases.append((factor * ridge * num_bytes, num_bytes, gpu))
-    return cases
+            yield factor * ridge * num_bytes, num_bytes, gpu
 
 
 _WRONG_LIMIT = {
