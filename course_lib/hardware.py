@@ -140,10 +140,7 @@ PUBLISHED_CP_THROUGHPUT: dict[int, float] = _by_number(_PUBLISHED["cp_throughput
 
 @checked
 def gpu(key: str) -> GPU:
-    """The GPU of that key; a100-80g, A100-80GB and the like are a100-80.
-
-    Raises   ValueError naming the keys that exist, or those that a shorter name could mean
-    """
+    """The GPU of that key (A100-80GB is a100-80); raises ValueError naming the keys, or what a shorter name means."""
     short = re.sub(r"(\d)gb?$", r"\1", re.sub(r"[ _-]+", "-", key.strip().lower()))
     short = _DATA["other_keys"].get(short, short)
     if short not in GPUS and (several := [known for known in GPUS if known.startswith(f"{short}-")]):

@@ -134,7 +134,8 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
     for english, korean in tuple(entries):  # the lines of a text can be told one by one
         if english.count("\n") == korean.count("\n") > 0:
-            entries += zip(english.split("\n"), korean.split("\n"), strict=True)
+            lines = zip(english.split("\n"), korean.split("\n"), strict=True)
+            entries += [line for line in lines if " " in line[0]]  # one word is half of a name
     entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
     entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
     patterns = [_pattern(*entry) for entry in entries if _FIELD.search(entry[0])]

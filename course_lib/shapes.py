@@ -129,10 +129,7 @@ _FAMILIES_OF_BLOCKS = {"gpt2": "gpt", "xlm-roberta-xl": "xlmr"}
 
 
 def of_transformers(fields: Mapping[str, object], name: str | None = None, seq_len: int = 0) -> Shape:
-    """The shape of a config.json; a sequence longer than its positions is taken where no parameter depends on it.
-
-    Raises   ValueError that names the model_type, or the field, that no shape can say
-    """
+    """The shape of a config.json, for seq_len even beyond its positions; raises ValueError naming what none can say."""
     kind_name, left_out = fields.get("model_type"), {}
     if kind_name in _TOWERS and isinstance(fields.get("text_config"), Mapping):
         kind_name, fields = _TOWERS[kind_name], fields["text_config"]

@@ -92,10 +92,7 @@ _SHOWN = 3  # problems at once; the rest is counted
 
 
 def cells_of(chart: str) -> list[list[str]]:
-    """Return the cells of a chart, a row a rank, SLOTS each: a word, "-" where it goes on, "." where the rank waits.
-
-    Raises   ValueError unless there is one line for each rank
-    """
+    """Return a chart's cells, SLOTS a rank: a word, "-" it goes on, "." it waits; raises ValueError for other lines."""
     rows = words_of(chart.upper())
     if len(rows) != RANKS or max(map(len, rows)) > SLOTS:
         sizes = f"{len(rows)} lines of at most {max(map(len, rows), default=0)} words"

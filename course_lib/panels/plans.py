@@ -169,10 +169,7 @@ def _shape_asked(values: Mapping, file: str, text: str) -> Shape:
 
 
 def planned(values: Mapping, file: str = "", text: str = "") -> tuple[Shown, list[str], dict[str, str], dict[str, str]]:
-    """Search the layouts of a job, as `course plan` does: charts, lines, files by name, and why others are not written.
-
-    Raises   ValueError for what cannot be asked, or where nothing fits: then with the nearest that would
-    """
+    """Search a job as `course plan`: charts, lines, files, those not written; raises ValueError where nothing fits."""
     shape = _shape_asked(values, file, text)
     found = search(_job_asked(values, shape))
     told = [f"note: {sentence}" for sentence in shape.left_out.values()]

@@ -80,10 +80,7 @@ _STAGES = ("plain DP", "stage 1", "stage 2", "stage 3")
 
 
 def zero_runs(values: Mapping) -> dict[str, Run]:
-    """Return a run for each stage; of those not chosen, parameters leave the GPU at stage 3 alone.
-
-    Raises   ValueError if the chosen stage cannot offload them
-    """
+    """Return a run a stage, others than the chosen offloading parameters at 3 alone; raises ValueError as `Run`."""
     runs = {}
     for stage, label in enumerate(_STAGES):
         offload = _OFFLOADS[values["offload"]]

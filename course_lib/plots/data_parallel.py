@@ -130,10 +130,7 @@ def stage_1_rows(
     new_shards: Sequence[Sequence[float]],
     new_weights: Sequence[Sequence[float]],
 ) -> list[FlowRow]:
-    """Return the four moments of a step of stage 1, each value of a shard in its place among all elements.
-
-    Arguments   of each rank: its own gradient, its shards of the mean gradient and of the new weights, all new weights
-    """
+    """Return the four moments of a step of stage 1, shards in their places; arguments: what each rank has of each."""
 
     def in_place(shards: Sequence[Sequence[float]]) -> list[list[float | None]]:
         held = [[None] * sum(map(len, shards)) for _ in shards]

@@ -128,10 +128,7 @@ def show_rows_per_expert(points: Mapping[str, float], d_model: Size, d_expert: S
 
 
 def bytes_sent(rows: Sequence[Sequence[int]], row_bytes: int) -> list[list[int]]:
-    """Return bytes from each rank to each other, from rows[src][dst] of row_bytes; the diagonal stays at home.
-
-    Raises   ValueError if the table is not square, or there are more ranks than the picture has room for
-    """
+    """Return bytes from rank to rank, 0 to itself, from rows[src][dst]; raises ValueError unless square, of 1 to 16."""
     count = len(rows)
     if any(len(row) != count for row in rows) or not 1 <= count <= 16:
         raise ValueError(f"got {count} rows; give a square table of 1 to 16 ranks: rows[src][dst]")

@@ -19,10 +19,7 @@ _SHARE = 0.1  # of the time, at most, that drawing takes from the training
 
 
 class LiveCurve:
-    """Curves of a number by step, one for each name that `add` is called with.
-
-    In a notebook one picture changes in place while the points come. The last one is drawn at the end of the `with`.
-    """
+    """Curves by step, one a name that `add` gets: a picture that changes in place, the last at the `with`'s end."""
 
     @checked
     def __init__(self, title: str, steps: Size | None = None):

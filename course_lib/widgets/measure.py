@@ -45,10 +45,7 @@ def measure_memory(**values) -> Shown:
 
 
 def measure_zero(**values) -> Shown:
-    """Train a toy on real ranks at the chosen stage and precision.
-
-    Raises   ValueError if the choice is impossible, states are to be offloaded, or the precision cannot be run here
-    """
+    """Train a toy on real ranks at the chosen stage and precision; raises ValueError for what cannot be run here."""
     zero_runs(values)  # what is impossible is not measured either
     if values["offload"] != "none":
         raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
