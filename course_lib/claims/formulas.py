@@ -15,9 +15,9 @@ from course_lib.hardware import GB, GIB, GPUS
 from course_lib.hardware import gpu as gpu_of
 from course_lib.hardware import link as link_of
 from course_lib.layout import Layout, Mesh, block_pairs, mesh, partition
-from course_lib.memory import activations, budget, flats, papers, ranks, states, zero
+from course_lib.memory import activations, budget, flats, states
+from course_lib.memory.activations import korthikanti_layer_bytes
 from course_lib.memory.budget import Budget, budgets
-from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.states import count_parameters
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, instructions, make, simulate
@@ -29,8 +29,8 @@ from course_lib.traffic.tensor import tensor_calls
 from course_lib.validate import read_toml
 
 MODULES = (
-    config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats, papers, ranks,
-    states, zero, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
+    config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats,
+    states, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
 )  # fmt: skip
 H100, DAY_S = GPUS["h100"], 86_400
 H100_GIB = H100.usable_bytes / GIB

@@ -71,7 +71,7 @@ def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
     if left or num_stages < 2 or each < 2:
         raise ValueError(
             f"num_layers + 2 ({num_layers + 2}) must be a multiple of the stages ({num_stages}, two or more), with at "
-            "least 2 for each; choose another number of either, or balanced_layers"
+            "least 2 for each; choose another number of either, or give layers_of_stage"
         )
     return [each - 1, *[each] * (num_stages - 2), each - 1]
 

@@ -15,9 +15,7 @@ from course_lib.hardware import Cluster
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import CP_METHODS, fewer_at_the_ends
 from course_lib.memory.budget import fullest_budget
-from course_lib.memory.ranks import for_length
-from course_lib.memory.states import count_parameters, recipe_of
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload, count_parameters, for_length, recipe_of
 from course_lib.palette import KINDS
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown

@@ -10,8 +10,8 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: dp ranks use dp PCIe links at once, each for 1/dp of it
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
-`memory.zero.offload_link_bytes` and not in this code: each shard comes up before each of its all-gathers, so a step of
-one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
+`offload_link_bytes` (memory/states.py), not in this code: each shard comes up before each of its all-gathers, so a step
+of one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
 
 On a machine without GPU the device is the host: copies are made and counted all the same, and only "disk" frees memory.
 Copies and arithmetic take turns here. Real systems overlap them: at best the slowest link's seconds remain.

@@ -16,9 +16,8 @@ from course_lib.estimate import Estimate, nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import stage_of
 from course_lib.memory.budget import overheads_of
-from course_lib.memory.peak import instants
+from course_lib.memory.peak import instants, stage_of
 from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded

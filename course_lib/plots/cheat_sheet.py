@@ -16,8 +16,7 @@ from course_lib.hardware import GPUS, Cluster, gpu, link
 from course_lib.language import language, spoken
 from course_lib.layout import Layout
 from course_lib.memory.activations import layer_terms, part_of
-from course_lib.memory.states import RECIPES, count_parameters
-from course_lib.memory.zero import zero_bytes_per_parameter
+from course_lib.memory.states import RECIPES, count_parameters, zero_bytes_per_parameter
 from course_lib.plots.style import speak_korean
 from course_lib.run import Run
 from course_lib.schedules import make, simulate

@@ -5,11 +5,12 @@ from fractions import Fraction
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
+from course_lib.memory.budget import states_of
 from course_lib.memory.flats import layers_of
 from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import five_d_states
 from course_lib.palette import RANK_COLORS, mix
 from course_lib.plots.style import key, labelled_box, picture_axes, write
+from course_lib.run import Run
 from course_lib.units import three_digits
 from course_lib.validate import checked
 
@@ -78,7 +79,7 @@ def shares_of(layout: Layout, parts: list[ModelPart], rank: int) -> list[Share]:
 def of_model(config: ModelConfig, layout: Layout, rank: int) -> tuple[float, float]:
     """Shares of the model that a rank has (parameters, optimizer), to the byte: with norms, padding and copies."""
     here, numel = layout.mesh.coordinates(rank), count_parameters(config)
-    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32")
+    states = states_of(Run(config, layout, config.max_seq_len, "fp32"), here["pp"], here["tp"])
     return states.parameters / (4 * numel), states.optimizer / (8 * numel)
 
 

@@ -21,7 +21,7 @@ from course_lib.config import MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload
 from course_lib.model import moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d

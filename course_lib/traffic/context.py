@@ -16,8 +16,7 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 
 from dataclasses import replace
 
-from course_lib.memory.ranks import kv_block_bytes, narrow, tokens_of_rank
-from course_lib.memory.states import recipe_of
+from course_lib.memory.states import kv_block_bytes, narrow, recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
@@ -39,7 +38,7 @@ def attention_calls(run: Run) -> list[Call]:
 def _ulysses(run: Run, passes: list[tuple[str, int]]) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     local = narrow(run.config, layout.tp)
-    token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
+    token_bytes = layout.micro_batch * (run.seq_len // layout.cp) * itemsize
     (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
     calls = []
     for place, count in passes:  # a core that is run again ends before its outputs are sent

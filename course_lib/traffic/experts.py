@@ -15,7 +15,6 @@ from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import layers_of
-from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
@@ -30,7 +29,7 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
     num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
     if layout.ep == 1 or not num_layers:
         return []
-    tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) // layout.fold
+    tokens = layout.micro_batch * (run.seq_len // layout.cp) // layout.fold
     row = run.config.d_model * itemsize
     plain = layout.expert_method == "plain"
     weights, ids = (0, 0) if plain else (moe.top_k * max(4, itemsize), moe.top_k * ID_BYTES)

@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
-from course_lib.layout.partition import stage_config
+from course_lib.layout.partition import piece_sizes, stage_config
 from course_lib.memory.flats import flats_of, layers_of
-from course_lib.memory.ranks import boundary_bytes
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import wire_grad_bytes
+from course_lib.memory.states import recipe_of, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes
 from course_lib.traffic.context import attention_calls
@@ -99,7 +97,8 @@ def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
     the bytes or nearly. With sequence parallelism each tp rank sends its own tokens."""
     layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, run.layout.rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
-    payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
+    tokens = piece_sizes(run.seq_len // layout.cp, share[0])[share[1]]
+    payload = layout.micro_batch * tokens * run.config.d_model * itemsize
     crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]
     counts = {
         "activations": sum(owners[before] == pp_rank for before, _ in crossed),

@@ -25,7 +25,7 @@ from course_lib.claims import (
 )
 from course_lib.claims.recompute import TOLD
 from course_lib.hardware import gpu
-from course_lib.memory import zero
+from course_lib.memory import states
 
 BY_SOURCE_ALONE = {"C008", "C092", "C147", "C164", "C174", "C223", "C243"}  # facts that no formula gives
 
@@ -130,8 +130,8 @@ def test_the_values_of_a_claim_change_with_the_package(monkeypatch):
     """Nothing is stored: with other bytes per parameter the claims on states fail."""
     (claim,) = claims_named(["C061"])
     assert recompute(claim).values["gb"] == pytest.approx(31.40625)
-    assert zero.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
-    monkeypatch.setattr(zero, "zero_bytes_per_parameter", lambda stage, dp: 18)
+    assert states.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
+    monkeypatch.setattr(states, "zero_bytes_per_parameter", lambda stage, dp: 18)
     assert "is not met" in verdict_problem(claim)
 
 

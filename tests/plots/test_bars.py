@@ -13,9 +13,8 @@ from course_lib.hardware import CLUSTERS
 from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.tracker import KINDS, Timeline
-from course_lib.memory.budget import budget, budgets
+from course_lib.memory.budget import budget, budgets, states_of
 from course_lib.memory.states import count_parameters, parameter_shapes
-from course_lib.memory.zero import five_d_states
 from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
@@ -211,7 +210,7 @@ def test_what_is_drawn_is_what_a_rank_has(config, text):
         ]
         assert [float(share) for share in drawn] == pytest.approx([parameters, states], rel=0.02)
         here = layout.mesh.coordinates(rank)
-        exact = five_d_states(config, layout, here["pp"], here["tp"], "bf16-master")
+        exact = states_of(Run(config, layout, config.max_seq_len), here["pp"], here["tp"])
         assert (exact.parameters / 2, exact.optimizer / 12) == pytest.approx((parameters * total, states * total))
 
 

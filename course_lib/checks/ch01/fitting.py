@@ -31,7 +31,7 @@ def _memories(rng):
 
 def _without_states(config, seq_len, recipe, memory_bytes):
     one = budget(config, 1, seq_len, recipe)
-    return memory_bytes // (one.peak_bytes - one.between_steps_bytes)
+    return memory_bytes // (one.peak_bytes - one.parameters - one.optimizer)
 
 
 def _without_logits(config, seq_len, recipe, memory_bytes):
