@@ -238,14 +238,16 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
-    in_core = left + again - first["dropout masks"]
+    in_core, free = left + again - first["dropout masks"], 0
     if part.is_away:  # what comes back for one operator: a product's factors
         in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
+    elif run.attention == "standard":  # values are free once they were multiplied by scores
+        free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
         *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
-        Moment("attention", "", "attention.o", in_core, stream + _core_work(part)),
+        Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
     ]
 
 
