@@ -8,16 +8,10 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single: the old name warns there, the new is absent before.
-if hasattr(dist, "all_gather_single"):
-    all_gather_single = dist.all_gather_single
-else:
-    all_gather_single = dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, likewise.
-if hasattr(dist, "reduce_scatter_single"):
-    reduce_scatter_single = dist.reduce_scatter_single
-else:
-    reduce_scatter_single = dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # torch 2.13 gathers a DTensor's uneven pieces into a contiguous tensor; before it is strided, and a linear layer fails.
 DTENSOR_GATHERS_UNEVEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from course_lib.validate import (
     Amount,
-    Checked,
     Count,
     Positive,
     Seed,
@@ -26,19 +25,14 @@ from course_lib.validate import (
 )
 
 FAMILIES = ("llama", "gpt", "xlmr")
-_SCORES = ("softmax", "sigmoid")
 _NUM_BYTES = 256
-_BALANCING = ("none", "aux_loss", "bias")
 Recompute = Literal["none", "selective", "full"]  # nothing, the attention core, each block
 Layers = Annotated[int, partial(whole, most=10_000)]  # every formula goes through them
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and 3.2 stretch the slow rotations of RoPE, so that a model trained on short texts reads long ones.
-
-    Source   model cards of Llama 3.1 and 3.2, `rope_type: llama3`
-    """
+    """How Llama 3.1 and 3.2 stretch RoPE's slow rotations for long texts (model cards, `rope_type: llama3`)."""
 
     factor: Positive
     low_freq_factor: Positive = 1.0
@@ -94,9 +88,9 @@ class MoeConfig:
     top_k: Size
     d_expert: Size
     num_shared_experts: Count = 0
-    score: Literal[_SCORES] = "softmax"
+    score: Literal["softmax", "sigmoid"] = "softmax"
     normalise_weights: bool = True
-    balancing: Literal[_BALANCING] = "none"
+    balancing: Literal["none", "aux_loss", "bias"] = "none"
     aux_coefficient: Amount = 0.01
     bias_speed: Amount = 0.001
     capacity_factor: Positive | None = None
@@ -261,11 +255,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainSettings(Checked):
-    """What training on one device (`training.TrainConfig`) and under a layout (`train.TrainPlan`) are both given.
-
-    Raises   ValueError where a number makes no sense
-    """
+class TrainSettings:
+    """What `training.TrainConfig` and `train.TrainPlan` are both given; raises ValueError for what makes no sense."""
 
     steps: Size = 20
     seq_len: Size = 64
@@ -274,6 +265,9 @@ class TrainSettings(Checked):
     weight_decay: Amount = 0.01
     clip_norm: Positive | None = 1.0
 
+    def __post_init__(self):
+        check_fields(self)
+
 
 def config_from_dict(values: dict) -> ModelConfig:
     """Return the config that `dataclasses.asdict` was given, after JSON; a wrong field raises as `ModelConfig` does."""
@@ -281,12 +275,11 @@ def config_from_dict(values: dict) -> ModelConfig:
     return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
 
 
-def _named(name: str, like: str | None = None, **fields) -> ModelConfig:
-    return config_from_dict({"name": name} | (_MODELS[like] if like else {}) | fields)
-
-
 _MODELS = read_toml(Path(__file__).with_name("models.toml"))
-_KNOWN = {name: _named(name, **fields) for name, fields in _MODELS.items()}
+_KNOWN = {
+    name: config_from_dict({"name": name} | _MODELS.get(fields.pop("like", None), {}) | fields)
+    for name, fields in _MODELS.items()
+}
 PRESETS: dict[str, ModelConfig] = {name: config for name, config in _KNOWN.items() if config.moe is None}
 MOE_PRESETS: dict[str, ModelConfig] = {name: config for name, config in _KNOWN.items() if config.moe is not None}
 
@@ -311,10 +304,7 @@ OTHER_NAMES = {"llama-3-405b": "llama-3.1-405b"}  # as its paper calls it (arXiv
 
 @checked
 def preset(name: str) -> ModelConfig:
-    """The preset of that name.
-
-    Raises   ValueError naming the presets that exist
-    """
+    """The preset of that name; raises ValueError naming the presets that exist."""
     name = OTHER_NAMES.get(name, name)
     one_of("preset", name, tuple(_KNOWN))
     return _KNOWN[name]

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-BACKENDS = {  # -> what torch.distributed is asked for; with NCCL a tensor on the CPU still travels, through gloo
-    "gloo": "gloo",
-    "nccl": "cpu:gloo,cuda:nccl",
-    "shared-gpu": "gloo",
-}
+# What torch.distributed is asked for; with NCCL a tensor on the CPU still travels, through gloo.
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "shared-gpu": "gloo"}
 
 _DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
 
@@ -31,9 +28,7 @@ _of_this_process = torch.device("cpu")
 def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
     """Return the backend of BACKENDS to use, and a sentence that says why."""
     enough = gpu_count >= world_size
-    gpus = (
-        f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
-    )
+    gpus = f"{gpu_count or 'no'} GPU{'s' * (gpu_count != 1)} for {world_size} rank{'s' * (world_size != 1)}"
     if backend == "auto":
         if enough:
             return "nccl", f"nccl: {gpus}"
@@ -58,10 +53,7 @@ def rank_device() -> torch.device:
 
 
 def device_for(backend: str, local_rank: int) -> torch.device:
-    """Return the device on which a rank works: with one visible GPU for each process that one, whatever its number.
-
-    Raises   ValueError if the backend needs a GPU and none is visible
-    """
+    """Return a rank's device: its own GPU, or the only one that it sees; raises ValueError if none is visible."""
     if backend == "gloo":
         return torch.device("cpu")
     visible = torch.cuda.device_count()

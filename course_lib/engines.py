@@ -7,8 +7,6 @@ each fact is read in the engine's code or counted there, and says where; none is
 record there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,10 +95,7 @@ ENGINES = _read()
 
 
 def engine_of(engine: str | EngineFacts) -> EngineFacts:
-    """The engine of that name, or that engine.
-
-    Raises   ValueError naming the engines that there are
-    """
+    """The engine of that name, or that engine; raises ValueError naming the engines that there are."""
     if isinstance(engine, EngineFacts):
         return engine
     one_of("engine", engine, tuple(ENGINES))

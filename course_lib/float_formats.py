@@ -1,10 +1,11 @@
 """Binary floating-point formats by their bits: what they hold, and what a number becomes in them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from course_lib.validate import read_toml
 
 
 @dataclass(frozen=True)
@@ -63,26 +64,9 @@ class FloatFormat:
         return math.copysign(math.inf, value) if abs(nearest) > self.largest else nearest
 
 
-# Source: IEEE 754-2019 (fp32, fp16); torch.finfo; OCP 8-bit floating point specification (OFP8); fp4: OCP Microscaling
-# formats (MX) 1.0. The 255 numbers of int8 from -127 to 127 are equally far apart: one exponent bit, and a scale.
-FORMATS = {
-    "fp32": FloatFormat("fp32", 8, 23),
-    "tf32": FloatFormat("tf32", 8, 10),
-    "bf16": FloatFormat("bf16", 8, 7),
-    "fp16": FloatFormat("fp16", 5, 10),
-    "fp8 e5m2": FloatFormat("fp8 e5m2", 5, 2),
-    "fp8 e4m3": FloatFormat("fp8 e4m3", 4, 3, "code"),
-    "fp4 e2m1": FloatFormat("fp4 e2m1", 2, 1, "none"),
-    "int8": FloatFormat("int8", 1, 6, "none"),
-}
-
-
 @dataclass(frozen=True)
 class BlockFormat:
-    """Numbers of a format in blocks, each with one scale; a scale of the whole tensor is not counted.
-
-    block   elements that share a scale
-    """
+    """Numbers of a format in blocks, so many to a scale; a scale of the whole tensor is not counted."""
 
     numbers: FloatFormat
     block: int
@@ -94,10 +78,6 @@ class BlockFormat:
         return self.numbers.bits + self.scale_bits / self.block
 
 
-# Source: OCP Microscaling formats (MX) 1.0, table 1: the scale is E8M0, a power of two; NVFP4 (arXiv:2509.25149),
-# section 2: the scale is E4M3, with one in FP32 for the tensor
-BLOCK_FORMATS = {
-    "mxfp8": BlockFormat(FORMATS["fp8 e4m3"], 32),
-    "mxfp4": BlockFormat(FORMATS["fp4 e2m1"], 32),
-    "nvfp4": BlockFormat(FORMATS["fp4 e2m1"], 16),
-}
+_TABLE = read_toml(Path(__file__).with_name("float_formats.toml"))
+FORMATS = {name: FloatFormat(name, *bits) for name, bits in _TABLE["formats"].items()}
+BLOCK_FORMATS = {name: BlockFormat(FORMATS[numbers], block) for name, (numbers, block) in _TABLE["blocks"].items()}

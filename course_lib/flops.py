@@ -4,8 +4,6 @@ A weight that a token is multiplied with costs 2 FLOPs forward and 4 backward. A
 are counted beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.config import ModelConfig, Recompute, require_dense
@@ -29,10 +27,7 @@ def mlp_parameters(config: ModelConfig) -> int:
 
 
 def layer_matmul_parameters(config: ModelConfig) -> int:
-    """Count the weights of one layer's matrix multiplications.
-
-    Raises   ValueError if the model has experts: its layers are not alike
-    """
+    """Count the weights of one layer's matrix multiplications; raises ValueError for experts, whose layers differ."""
     require_dense(config, "layer_matmul_parameters")
     return attention_parameters(config) + mlp_parameters(config)
 
@@ -44,10 +39,7 @@ def head_parameters(config: ModelConfig) -> int:
 
 @checked
 def matmul_parameters(config: ModelConfig) -> int:
-    """Count the weights that a token is multiplied with: attention, feed-forward, head; the embedding is a look-up.
-
-    Of experts these are the router, the top_k chosen ones and the shared ones.
-    """
+    """Count the weights that multiply a token, of experts router, chosen and shared; the embedding is a look-up."""
     moe, routed = config.moe, 0
     if moe is not None:
         width = (moe.top_k + moe.num_shared_experts) * moe.d_expert
@@ -92,11 +84,8 @@ def step_flops(
     "full" repeats the forward of every layer (not of the head), "selective" that of the attention scores.
     Source   Korthikanti et al. 2022 (arXiv:2205.05198), sections 5 and 6.3
     """
-    again = {
-        "none": 0,
-        "selective": attention_flops_per_token(config, seq_len, causal),
-        "full": forward_flops_per_token(config, seq_len, causal) - 2 * head_parameters(config),
-    }
+    again = {"none": 0, "selective": attention_flops_per_token(config, seq_len, causal)}
+    again["full"] = forward_flops_per_token(config, seq_len, causal) - 2 * head_parameters(config)
     return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute])
 
 

@@ -20,6 +20,7 @@ from course_lib.validate import Amount, Checked, Positive, Size, checked, one_of
 GB = 10**9
 GIB = 2**30
 TERA = 10**12
+_VARIANTS = {"PCIE", "NVL", "TI", "SUPER", "D", "MAX", "LAPTOP", "MOBILE", "ADA"}  # in names of devices
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
@@ -82,7 +83,6 @@ class Cluster(Checked):
 
 _DATA = read_toml(Path(__file__).with_name("hardware.toml"))
 _PUBLISHED = _DATA["published"]
-_ASSUMED = "the course's own assumption"
 
 
 def _gpu(memory_gib, usable_gib, memory_gb_per_s, tflops, **fields) -> GPU:
@@ -106,9 +106,8 @@ LINKS: dict[str, Link] = {key: _link(**fields) for key, fields in _DATA["links"]
 
 # For which lessons work out what to do: a good network, a cloud's as it was measured, and older GPUs. Nodes of 8.
 CLUSTERS: dict[str, Cluster] = {
-    "H100, InfiniBand": Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["ib-ndr400"]),
-    "H100, measured EFA": Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["efa-measured"]),
-    "A100, InfiniBand": Cluster(GPUS["a100-80"], LINKS["nvlink3"], LINKS["ib-hdr200"]),
+    name: Cluster(GPUS[device], LINKS[inside], LINKS[between])
+    for name, (device, inside, between) in _DATA["clusters"].items()
 }
 
 
@@ -138,22 +137,12 @@ PUBLISHED_1F1B_FALLS: dict[str, dict[int, float]] = _by_name("1f1b_falls")
 PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = _PUBLISHED["ring_share"]
 PUBLISHED_CP_THROUGHPUT: dict[int, float] = _by_number(_PUBLISHED["cp_throughput"])
 
-OTHER_KEYS = {
-    "h100-80": "h100", "h100-sxm": "h100", "h100-sxm-80": "h100", "h100-pcie-80": "h100-pcie", "h800-80": "h800",
-    "a100-sxm-40": "a100-40", "a100-sxm-80": "a100-80", "a800-80": "a800", "h20-96": "h20", "h200-141": "h200",
-    "p100": "p100-pcie", "a6000": "rtx-a6000", "6000-ada": "rtx-6000-ada", "rtx6000-ada": "rtx-6000-ada",
-    **{f"{word}{model}": f"rtx-{model}" for model in ("3090", "4090", "5090") for word in ("", "rtx", "geforce-rtx-")},
-}  # fmt: skip
-
 
 @checked
 def gpu(key: str) -> GPU:
-    """The GPU of that key; a100-80g, A100-80GB and the like are a100-80.
-
-    Raises   ValueError naming the keys that exist, or those that a shorter name could mean
-    """
+    """The GPU of that key (A100-80GB is a100-80); raises ValueError naming the keys, or what a shorter name means."""
     short = re.sub(r"(\d)gb?$", r"\1", re.sub(r"[ _-]+", "-", key.strip().lower()))
-    short = OTHER_KEYS.get(short, short)
+    short = _DATA["other_keys"].get(short, short)
     if short not in GPUS and (several := [known for known in GPUS if known.startswith(f"{short}-")]):
         raise ValueError(f"GPU is {key!r}, of which there are several: {', '.join(several)}; give one of them")
     one_of("GPU", key if short not in GPUS else short, tuple(GPUS))
@@ -193,10 +182,7 @@ def gpu_with(
 
 
 def gpu_for(gpu: GPU, recipe: str) -> GPU:
-    """The GPU as a run of that recipe (fp32, fp16-..., else BF16) uses it: in FP32 at the rate of FP32.
-
-    Raises   ValueError where the run is in BF16, and the GPU has no such units
-    """
+    """The GPU in a run of that recipe, in fp32 at FP32's rate; raises ValueError for BF16 where it has no units."""
     if recipe.startswith("fp32"):
         return replace(gpu, bf16_flops=gpu.fp32_flops, fp16_flops=gpu.fp32_flops)
     if gpu.bf16_flops is None and not recipe.startswith("fp16"):
@@ -206,23 +192,18 @@ def gpu_for(gpu: GPU, recipe: str) -> GPU:
 
 @checked
 def link(key: str) -> Link:
-    """The link of that key.
-
-    Raises   ValueError naming the keys that exist
-    """
+    """The link of that key; raises ValueError naming the keys that exist."""
     one_of("link", key, tuple(LINKS))
     return LINKS[key]
 
 
 def link_of(text: str, inside: bool = False) -> Link:
-    """A link between nodes, or inside one, by its key or by the GB/s of one direction that a ring gets for each GPU.
-
-    Raises   ValueError naming the keys that such a link can have
-    """
+    """A link by its key, or by a ring's GB/s of one direction a GPU; raises ValueError for a key of another kind."""
     if re.fullmatch(r"\d+\.?\d*|\.\d+", text) and float(text) > 0:
         rate = float(text)
         kind = "network" if not inside else "nvlink" if rate >= 64 else "pci"
-        given = {"name": f"{text} GB/s", "source": "as given", "latency_source": _ASSUMED, "kind": kind}
+        given = {"name": f"{text} GB/s", "source": "as given", "kind": kind}
+        given["latency_source"] = "the course's own assumption"
         return _link(14 if kind == "network" else 5.7, rate, 2 * rate, **given)
     kinds = ("nvlink", "pci") if inside else ("network",)
     name = "link inside a node" if inside else "link between nodes"
@@ -248,10 +229,7 @@ def cluster_of(gpu: GPU, between: str, inside: str | None = None, per_node: Size
 
 
 def nodes_of(num_gpus: int, per_node: int) -> int:
-    """How many nodes so many GPUs are; fewer than a node has are on one.
-
-    Raises   ValueError where they do not fill nodes
-    """
+    """How many nodes so many GPUs are, one for few; raises ValueError where they do not fill nodes."""
     if num_gpus > per_node and num_gpus % per_node:
         down = num_gpus // per_node * per_node
         raise ValueError(f"num_gpus ({num_gpus}) must fill nodes of {per_node}; choose {down} or {down + per_node}")
@@ -260,10 +238,7 @@ def nodes_of(num_gpus: int, per_node: int) -> int:
 
 @checked
 def published_link(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BANDWIDTH)] = "all_reduce") -> Link:
-    """The bandwidth that PUBLISHED_BUS_BANDWIDTH measured over that many nodes of 8 H100, as a Link.
-
-    Raises   ValueError naming the numbers of nodes that were measured
-    """
+    """The bandwidth measured over that many nodes of 8 H100, as a Link; raises ValueError naming those measured."""
     measured = PUBLISHED_BUS_BANDWIDTH[collective]
     if num_nodes not in measured:
         raise ValueError(f"{num_nodes} nodes were not measured; choose from {', '.join(map(str, measured))}")
@@ -300,10 +275,7 @@ def measured_bus_bandwidth(
 
 @checked
 def peak_flops(gpu: GPU, precision: Literal[PRECISIONS] | None = None) -> float:
-    """Dense peak of a matrix multiplication in FLOP/s; without a precision in BF16, in FP16 where BF16 has no units.
-
-    Raises   ValueError if the precision is unknown, or the GPU has no units for it
-    """
+    """Dense FLOP/s, without a precision in BF16, else FP16; raises ValueError if the GPU has no units for it."""
     precision = precision or ("bf16" if gpu.bf16_flops is not None else "fp16")
     peak = getattr(gpu, f"{precision}_flops")
     if peak is None:
@@ -321,13 +293,7 @@ def gpu_of_device(device_name: str, total_bytes: Positive | None = None) -> GPU 
     words = set(device_name.upper().replace("-", " ").split())
     for key, found in GPUS.items():
         model = {word for word in key.upper().split("-") if word != str(round(found.memory_bytes / GIB))}
-        if model <= words and _VARIANTS & words <= model and _fits(found, total_bytes):
+        has_size = total_bytes is None or 0.9 * found.memory_bytes <= total_bytes <= 1.02 * found.memory_bytes
+        if model <= words and _VARIANTS & words <= model and has_size:
             return found
     return None
-
-
-_VARIANTS = {"PCIE", "NVL", "TI", "SUPER", "D", "MAX", "LAPTOP", "MOBILE", "ADA"}
-
-
-def _fits(gpu: GPU, total_bytes: int | None) -> bool:
-    return total_bytes is None or 0.9 * gpu.memory_bytes <= total_bytes <= 1.02 * gpu.memory_bytes

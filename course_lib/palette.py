@@ -1,68 +1,20 @@
 """Colours with one meaning through the whole course: Okabe and Ito's eight, which the colour-blind tell apart.
 
 Nothing rests on colour alone: every kind of memory also has a hatch, and pictures label their parts directly.
+The tables stand in palette.toml.
 """
 
-from course_lib.validate import Share
+from pathlib import Path
 
-# Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
-OKABE_ITO = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermillion": "#D55E00",
-    "purple": "#CC79A7",
-}
+from course_lib.validate import Share, read_toml
 
-# In the order in which they are stacked. logits: what the loss keeps; overhead: what is no tensor.
-# Of all orders of Okabe and Ito's colours this one keeps neighbours furthest apart for every colour vision.
-KIND_COLORS = {
-    "parameters": OKABE_ITO["blue"],
-    "gradients": OKABE_ITO["orange"],
-    "optimizer": OKABE_ITO["green"],
-    "activations": OKABE_ITO["vermillion"],
-    "logits": OKABE_ITO["purple"],
-    "gathered": OKABE_ITO["yellow"],
-    "temporary": OKABE_ITO["sky"],
-    "overhead": "#666666",
-    "free": "#E6E6E6",
-}
+_TABLE = read_toml(Path(__file__).with_name("palette.toml"))
+OKABE_ITO: dict[str, str] = _TABLE["okabe_ito"]
+KIND_COLORS: dict[str, str] = {kind: OKABE_ITO.get(color, color) for kind, (color, _) in _TABLE["kinds"].items()}
+KIND_HATCHES: dict[str, str] = {kind: hatch for kind, (_, hatch) in _TABLE["kinds"].items()}
 KINDS = tuple(KIND_COLORS)
-
-KIND_HATCHES = {
-    "parameters": "",
-    "gradients": "//",
-    "optimizer": "..",
-    "activations": "",
-    "logits": "xx",
-    "gathered": "\\\\",
-    "temporary": "||",
-    "overhead": "",
-    "free": "",
-}
-
-AXIS_COLORS = {
-    "dp": OKABE_ITO["blue"],
-    "cp": OKABE_ITO["sky"],
-    "tp": OKABE_ITO["vermillion"],
-    "pp": OKABE_ITO["purple"],
-    "ep": OKABE_ITO["black"],
-}
-
-# Up to eight ranks; a rank's number always stands beside its colour.
-RANK_COLORS = (
-    OKABE_ITO["sky"],
-    OKABE_ITO["orange"],
-    OKABE_ITO["green"],
-    OKABE_ITO["yellow"],
-    OKABE_ITO["blue"],
-    OKABE_ITO["vermillion"],
-    OKABE_ITO["purple"],
-    "#999999",
-)
+AXIS_COLORS: dict[str, str] = {axis: OKABE_ITO[color] for axis, color in _TABLE["axes"].items()}
+RANK_COLORS: tuple[str, ...] = tuple(OKABE_ITO.get(color, color) for color in _TABLE["ranks"]["colors"])
 
 # What happens over time: two lanes, and the part of communication that nothing hides.
 COMPUTE_COLOR = OKABE_ITO["sky"]
@@ -87,10 +39,7 @@ def mix(color: str, other: str, share: Share) -> str:
 
 
 def luminance(color: str) -> float:
-    """Relative luminance, 0 black to 1 white.
-
-    Source   WCAG 2.1, "relative luminance"
-    """
+    """Relative luminance of WCAG 2.1, 0 black to 1 white."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

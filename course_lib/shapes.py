@@ -9,8 +9,6 @@ A shape says what bytes and FLOPs depend on. Of a config.json it leaves out less
 so in `left_out`; what it cannot say beyond that is refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +31,7 @@ class Shape:
 
 
 def read_model(text: str, seq_len: int) -> Shape:
-    """Read one model: a preset's name, a JSON file with one model, or a folder with a config.json.
-
-    Raises   ValueError that says what the file lacks, or which presets there are
-    """
+    """Read one model: a preset, a JSON file, a folder with a config.json; raises ValueError saying what it lacks."""
     if not text.endswith(".json") and (is_preset(text) or not text or not Path(text).is_dir()):
         return Shape(preset(text))
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
@@ -110,8 +105,6 @@ def _shape(name: str, told: object, seq_len: int) -> Shape:
     return Shape(ModelConfig(name, *sizes, tied=tied, moe=moe, mla=mla, **more))
 
 
-# --- config.json of transformers
-
 USUAL = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}  # where a file has no such key
 
 
@@ -129,17 +122,14 @@ class Kind:
     note: str = ""
 
 
-_TABLE = read_toml(Path(__file__).with_name("model_types.toml"))
-KINDS: dict[str, Kind] = {name: Kind(**fields) for name, fields in _TABLE.items()}
+KINDS = {name: Kind(**fields) for name, fields in read_toml(Path(__file__).with_name("model_types.toml")).items()}
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of RoPE, llama3
 _TOWERS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}  # with a text_config inside
 _FAMILIES_OF_BLOCKS = {"gpt2": "gpt", "xlm-roberta-xl": "xlmr"}
 
 
 def of_transformers(fields: Mapping[str, object], name: str | None = None, seq_len: int = 0) -> Shape:
-    """The shape of a config.json; a sequence longer than its positions is taken where no parameter depends on it.
-
-    Raises   ValueError that names the model_type, or the field, that no shape can say
-    """
+    """The shape of a config.json, for seq_len even beyond its positions; raises ValueError naming what none can say."""
     kind_name, left_out = fields.get("model_type"), {}
     if kind_name in _TOWERS and isinstance(fields.get("text_config"), Mapping):
         kind_name, fields = _TOWERS[kind_name], fields["text_config"]
@@ -169,7 +159,7 @@ def of_transformers(fields: Mapping[str, object], name: str | None = None, seq_l
         tied=fields["tie_word_embeddings"],
         head_dim=None if kind.latent else fields.get("head_dim"),
         rope_theta=rope.get("rope_theta", fields["rope_theta"]),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=RopeScaling(*(rope[key] for key in _SCALING)) if _rope_type(rope) == "llama3" else None,
         norm_eps=fields["rms_norm_eps"],
         moe=moe,
         mla=_latent(fields) if kind.latent else None,
@@ -193,13 +183,6 @@ def _rope(fields: Mapping[str, object]) -> Mapping[str, object]:
 
 def _rope_type(rope: Mapping[str, object]) -> object:
     return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _rope_scaling(rope: Mapping[str, object]) -> RopeScaling | None:
-    if _rope_type(rope) != "llama3":
-        return None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RopeScaling(*(rope[key] for key in keys))
 
 
 def _differences(fields: Mapping[str, object], seq_len: int) -> Iterator[tuple[str, str]]:
@@ -279,8 +262,7 @@ def _latent(fields: Mapping[str, object]) -> MlaConfig:
 
 def _transformer(fields: Mapping[str, object], name: str, family: str) -> ModelConfig:
     """GPT-2 and XLM-R, whose blocks have biases and two matrices in the MLP."""
-    is_gpt = family == "gpt"
-    D = _required(fields, "hidden_size", "n_embd")
+    is_gpt, D = family == "gpt", _required(fields, "hidden_size", "n_embd")
     heads = _required(fields, "num_attention_heads", "n_head")
     positions = _required(fields, "max_position_embeddings", "n_positions")
     return ModelConfig(

@@ -7,35 +7,21 @@ from course_lib.validate import Amount
 
 def three_digits(value: float) -> str:
     """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    if abs(value) >= 9.995:
-        return f"{value:.1f}"
-    if abs(value) >= 0.9995:
-        return f"{value:.2f}"
-    return f"{value:.3g}"
+    for least, form in ((99.95, ",.0f"), (9.995, ".1f"), (0.9995, ".2f")):
+        if abs(value) >= least:
+            return f"{value:{form}}"
+    return f"{value or 0:.3g}"
 
 
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = _DECIMAL | _BINARY
 
 
 def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
-    names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
-    fitting = [name for name in names if value_bytes >= UNITS[name]]
-    return fitting[-1] if fitting else "B"
+    units = _BINARY if binary else _DECIMAL
+    return max((name for name in units if value_bytes >= units[name]), key=units.get, default="B")
 
 
 def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
@@ -62,10 +48,7 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def read_tokens(text: str) -> int:
-    """4194304 or 4M: M is 2^20, K is 2^10, as batches and sequences are powers of two.
-
-    Raises   ValueError where the text is no whole number of tokens
-    """
+    """4194304 or 4M: M is 2^20, K 2^10, as batches are powers of two; raises ValueError for no whole number."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kKmM]?)", text)
     tokens = float(match[1]) * _TOKENS[match[2].lower()] if match else 0.5
     if match and "." not in match[1]:

@@ -40,8 +40,7 @@ PACKAGE_ALONE = (  # said where notebooks or weights are asked for and were not 
 )
 
 Check = Callable[[str, Any], None]
-
-# --- one value
+Limit = float | None
 
 
 def whole(name: str, value: object, least: int = 1, most: int = _LARGEST) -> None:
@@ -63,12 +62,7 @@ def _is_whole(value: object) -> bool:
 
 
 def number(
-    name: str,
-    value: object,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    name: str, value: object, least: Limit = None, most: Limit = None, above: Limit = None, below: Limit = None
 ) -> None:
     """Raise unless the value is a finite number within the limits; `above` and `below` are not reached themselves."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -130,8 +124,6 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
-# --- annotations that say more than a type
-
 Size = Annotated[int, partial(whole, least=1, most=LARGEST_SIZE)]  # looped over or allocated
 Count = Annotated[int, partial(whole, least=0, most=LARGEST_SIZE)]  # the same, 0 included
 Index = Annotated[int, partial(whole, least=0)]  # a rank, a stage, a step
@@ -169,10 +161,7 @@ def writable_file(name: str, path: Path) -> None:
 
 
 def read_json(path: str | Path) -> object:
-    """Return what a file of JSON holds.
-
-    Raises   ValueError if it is no JSON, is nested without end, or has a name twice in one object
-    """
+    """Return what a file of JSON holds; raises ValueError if it is none, nested without end, or has a name twice."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_constant)
@@ -219,20 +208,13 @@ def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is no number; give a finite one")
 
 
-# --- from annotations
-
-
 def checked(function: Callable | None = None, /, **hints: object) -> Callable:
     """Check a function's arguments by its annotations at each call; what is left out and None by default is not.
 
     hints    annotations beside the function's own, for code that a lesson shows with plain ones: @checked(top_k=Size)
     """
     if function is None:
-        return partial(_checked, hints=hints)
-    return _checked(function, hints)
-
-
-def _checked(function: Callable, hints: dict) -> Callable:
+        return partial(checked, **hints)
     checks: list = []
 
     @functools.wraps(function)

@@ -4,7 +4,8 @@ import ast
 import linecache
 from pathlib import Path
 
-from course_lib.authoring import BEGIN, ROOT, code_cells, read, tags_of, without_magics
+from course_lib.authoring import ROOT, code_cells, read, tags_of, without_magics
+from course_lib.authoring.form import BEGIN
 
 
 def load_solution(path_or_stem: str | Path, root: Path = ROOT) -> dict:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
 from course_lib.model import build
-from course_lib.model.llama import PRESETS, ModelConfig, RopeScaling, preset
 
 # Model cards. XLM-R: the encoder without pooler and head, which papers round to 0.27, 0.55, 3.5 and 10.7 billion.
 PUBLISHED = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from course_lib import authoring
+from course_lib.authoring.form import BEGIN
 from course_lib.cli import main
 
 pytest.importorskip("nbgrader", reason="nbgrader is not installed; make test-grading installs it")
@@ -67,9 +68,9 @@ def hand_in(student: str, solution: Path, path: Path) -> None:
     nb, solved = authoring.read(path), authoring.read(solution)
     answers = [cell.source[:-1].partition("(")[2] for cell in solved.cells if authoring.is_check_cell(cell)]
     for ours, theirs in zip(solved.cells, nb.cells, strict=True):
-        if authoring.BEGIN in ours.source and student == "right":
+        if BEGIN in ours.source and student == "right":
             theirs.source = ours.source
-        if authoring.BEGIN in ours.source and student in ("names", "cheat"):
+        if BEGIN in ours.source and student in ("names", "cheat"):
             theirs.source = (
                 NAMES
                 + CHEAT * (student == "cheat")
@@ -99,7 +100,7 @@ def test_the_release_hides_every_solution_and_locks_every_check(course):
     for path in released:
         source = authoring.read(course / "source" / "chapters" / path.name)
         for ours, theirs in zip(source.cells, authoring.read(path).cells, strict=True):
-            if authoring.BEGIN in ours.source:
+            if BEGIN in ours.source:
                 assert "raise NotImplementedError" in theirs.source and "SOLUTION" not in theirs.source
             if ours.metadata.get("nbgrader", {}).get("grade"):
                 assert theirs.source == ours.source and theirs.metadata.editable is False

@@ -18,7 +18,7 @@ ENTRIES = {
     "rank {0} of {1}{2} {3}": "rank {1}개 중 rank {0}{2}: {3}",
     "failed:": "실패했습니다:",
     "had returned": "이미 반환했음",
-    "nine in ten of the published runs needed {0} of it, in pipelines {1}.": "열에 아홉은 {0}, 파이프라인은 {1}.",
+    "nine in ten of the published runs needed {0}, pipelines {1}.": "열에 아홉 {0}, {1}.",
 }
 
 
@@ -53,14 +53,9 @@ def _forget():
         ("Byte of a rank", "Byte of a rank"),  # other words than the catalogue's
         ("the fastest of all the ranks", "the fastest of all the ranks"),  # a value is no sentence
         ("12 GB", "12 GB"),
-        (
-            "nine in ten of the published runs needed 1 of it, in pipelines 2. Bytes of a rank.",
-            "열에 아홉은 1, 파이프라인은 2. rank 하나의 바이트.",  # a long text's value ends with its sentence
-        ),
-        (
-            "rank 1 of 16 failed:",
-            "rank 16개 중 rank 1: 실패했습니다:",
-        ),  # of values side by side the second is not there
+        # a long text's value ends with its sentence
+        ("nine in ten of the published runs needed 1, pipelines 2. save one first", "열에 아홉 1, 2. 먼저 저장하세요"),
+        ("rank 1 of 16 failed:", "rank 16개 중 rank 1: 실패했습니다:"),  # of two side by side one is not there
         ("rank 1 of 16(b) failed:", "rank 16개 중 rank 1(b): 실패했습니다:"),
         ("rank 0 had returned", "rank 0 이미 반환했음"),
         ("loss  had returned  3 of 4 ranks", "loss  이미 반환했음  4개 rank 중 3개"),  # columns

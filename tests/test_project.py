@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from course_lib.authoring import ROOT, notebook_paths
-from course_lib.authoring.readme import package_map
+from course_lib.authoring.__main__ import package_map
 from course_lib.cli.doctor import CHAPTERS
 from course_lib.plots.course_map import PICTURES
 

@@ -4,8 +4,7 @@ import pytest
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import LoRA, Offload
 from course_lib.run import Run
 
 TOY = preset("toy")

@@ -11,35 +11,14 @@ exercises.py  exercises from solutions
 quotes.py     numbers in prose that stand in an output above
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
-readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
 slides.py     a deck of slides for each lesson
 wheel.py      the wheel for Colab: without notebooks and weights
 korean.py     the Korean edition, from a catalogue for each notebook
-__main__.py   fmt, mirrors, exercises, quotes, korean, check, korean-status, address
+__main__.py   fmt, mirrors, exercises, quotes, korean, check, korean-status, address; docs/MAP.md and docs/CLAIMS.md
 """
 
 from course_lib.authoring.columns import without_magics
-from course_lib.authoring.exercises import exercise_from, exercise_problems, move_to, without_solutions, write_exercises
-from course_lib.authoring.form import (
-    BEGIN,
-    ROOT,
-    TAGS,
-    WIDGET_VIEW,
-    code_cells,
-    format_notebooks,
-    formatted,
-    is_check_cell,
-    normalise,
-    notebook_paths,
-    read,
-    tags_of,
-    write,
-)
-from course_lib.authoring.mirrors import (
-    mirror_problems,
-    mirrored_names,
-    package_source,
-    rewrite_mirror,
-    rewrite_mirrors,
-)
-from course_lib.authoring.rules import cell_problems, is_uncompared, notebook_problems, prose_problems
+from course_lib.authoring.exercises import exercise_from, exercise_problems, write_exercises
+from course_lib.authoring.form import ROOT, code_cells, is_check_cell, normalise, notebook_paths, read, tags_of, write
+from course_lib.authoring.mirrors import mirror_problems, mirrored_names, package_source, rewrite_mirrors
+from course_lib.authoring.rules import notebook_problems, prose_problems

@@ -4,13 +4,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
+import course_lib
+from course_lib.authoring.address import write_address, write_text
+from course_lib.authoring.exercises import exercise_problems, write_exercises
 from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
 from course_lib.authoring.korean import status, write_korean
 from course_lib.authoring.mirrors import rewrite_mirrors
 from course_lib.authoring.quotes import write_quotes
-from course_lib.authoring.readme import write_claims, write_map
 from course_lib.authoring.rules import notebook_problems
+from course_lib.claims import claims_page
+
+START, STOP = "<!-- map: written by make fmt from course_lib/__init__.py -->\n", "<!-- end of the map -->"
+
+
+def package_map() -> str:
+    """The parts and files of course_lib, one line a folder, as its docstring lists them."""
+    doc = course_lib.__doc__
+    return doc[doc.index("\n0. ") + 1 :].rstrip("\n")
 
 
 def check() -> list[str]:
@@ -21,7 +31,16 @@ def check() -> list[str]:
 
 def fmt() -> list[Path]:
     """Write notebooks and solutions in their normal form, the map of docs/MAP.md, docs/CLAIMS.md, and ko/."""
-    return format_notebooks() + write_map() + write_claims() + write_korean()
+    map_page = ROOT / "docs" / "MAP.md"
+    before, _, rest = map_page.read_text(encoding="utf-8").partition(START)
+    mapped = f"{before}{START}```\n{package_map()}\n```\n{STOP}{rest.partition(STOP)[2]}"
+    written = write_text(mapped, map_page) + write_text(claims_page(), ROOT / "docs" / "CLAIMS.md")
+    return format_notebooks() + written + write_korean()
+
+
+def move_to(address: str, root: Path = ROOT, hub: str | None = None) -> list[Path]:
+    """Make this the course of a GitHub repository: its address, every notebook's install cell, every badge."""
+    return write_address(address, root, hub) + format_notebooks(root) + write_exercises(root)
 
 
 def main(argv: list[str] | None = None) -> int:

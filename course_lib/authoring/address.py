@@ -62,10 +62,7 @@ def add_address(nb, path: Path, root: Path) -> None:
 
 
 def urls(address: str, hub: str | None = None) -> dict[str, str]:
-    """What `[project.urls]` says of a repository of GitHub: itself, its site, its changes, where faults are told.
-
-    hub    the address of a JupyterHub with nbgitpuller, if there is one: the site then opens notebooks there
-    """
+    """What `[project.urls]` says of a repository of GitHub, and of a JupyterHub with nbgitpuller, if there is one."""
     owner, name = address.removeprefix("https://github.com/").split("/")
     named = {"Repository": address, "Documentation": f"https://{owner.lower()}.github.io/{name}/"}
     named |= {"Changelog": f"{address}/blob/main/docs/CHANGELOG.md", "Issues": f"{address}/issues"}
@@ -73,10 +70,7 @@ def urls(address: str, hub: str | None = None) -> dict[str, str]:
 
 
 def write_address(address: str, root: Path, hub: str | None = None) -> list[Path]:
-    """Write the repository's address, and what follows from it, into pyproject.toml; returns it if it changed.
-
-    Raises   ValueError if the address is not one of GitHub, where the badges lead
-    """
+    """Write a repository's address into pyproject.toml, returned if changed; raises ValueError if not of GitHub."""
     if not _GITHUB.fullmatch(address):
         raise ValueError(f"REPOSITORY ({address!r}) must be https://github.com/owner/name")
     path = root / "pyproject.toml"

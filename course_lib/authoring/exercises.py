@@ -1,46 +1,11 @@
 """Exercises from their one source, solutions/."""
 
-import re
 from pathlib import Path
 
 import nbformat
 
-from course_lib.authoring.address import write_address
-from course_lib.authoring.form import (
-    BEGIN,
-    END,
-    ROOT,
-    code_cells,
-    format_notebooks,
-    normalise,
-    notebook_paths,
-    read,
-    write,
-)
+from course_lib.authoring.form import ROOT, code_cells, normalise, notebook_paths, read, without_solutions, write
 from course_lib.authoring.links import NAVIGATION, chapters_of, exercises_of
-
-
-def without_solutions(source: str) -> str:
-    """Code with each marked solution replaced by a NotImplementedError that names what is to be written."""
-    out, inside, name = [], False, "this"
-    for line in source.split("\n"):
-        mark = line.strip()
-        if mark == BEGIN:
-            if inside:
-                raise ValueError(f"two {BEGIN} marks in a row; close the first with {END}")
-            inside = True
-            out.append(f'{line[: line.index("#")]}raise NotImplementedError("{name}: your code goes here")')
-        elif mark == END:
-            if not inside:
-                raise ValueError(f"{END} without {BEGIN}")
-            inside = False
-        elif not inside:
-            defined = re.match(r"\s*(?:def|class) (\w+)", line)
-            name = defined.group(1) if defined else name
-            out.append(line)
-    if inside:
-        raise ValueError(f"{BEGIN} is never closed; add {END}")
-    return "\n".join(out)
 
 
 def exercise_from(nb):
@@ -77,8 +42,3 @@ def write_exercises(root: Path = ROOT) -> list[Path]:
     """Write exercises/ from solutions/; returns the notebooks that changed."""
     paths = notebook_paths("solutions", root=root)
     return [root / "exercises" / p.name for p in paths if write(exercise_from(read(p)), root / "exercises" / p.name)]
-
-
-def move_to(address: str, root: Path = ROOT, hub: str | None = None) -> list[Path]:
-    """Make this the course of a GitHub repository: its address, every notebook's install cell, every badge."""
-    return write_address(address, root, hub) + format_notebooks(root) + write_exercises(root)

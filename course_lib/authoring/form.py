@@ -68,6 +68,29 @@ def add_graders(nb, chapter: str) -> None:
             cell.source = f"from course_lib.checks.ch{chapter} import {call[1]}\n\n{cell.source[call.start() :]}"
 
 
+def without_solutions(source: str) -> str:
+    """Code with each marked solution replaced by a NotImplementedError that names what is to be written."""
+    out, inside, name = [], False, "this"
+    for line in source.split("\n"):
+        mark = line.strip()
+        if mark == BEGIN:
+            if inside:
+                raise ValueError(f"two {BEGIN} marks in a row; close the first with {END}")
+            inside = True
+            out.append(f'{line[: line.index("#")]}raise NotImplementedError("{name}: your code goes here")')
+        elif mark == END:
+            if not inside:
+                raise ValueError(f"{END} without {BEGIN}")
+            inside = False
+        elif not inside:
+            defined = re.match(r"\s*(?:def|class) (\w+)", line)
+            name = defined.group(1) if defined else name
+            out.append(line)
+    if inside:
+        raise ValueError(f"{BEGIN} is never closed; add {END}")
+    return "\n".join(out)
+
+
 def normalise(nb):
     """A copy of a notebook in the one form in which the repository stores it.
 
@@ -139,15 +162,12 @@ def _cell_metadata(cell, points: float | None) -> dict:
     if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
         metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     if points is not None and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
-        metadata["nbgrader"] = _nbgrader_metadata(cell["id"], 0 if BEGIN in cell.source else points)
+        is_check = BEGIN not in cell.source and points > 0
+        nbgrader = {"grade": is_check, "grade_id": cell["id"], "locked": is_check, "schema_version": 3}
+        nbgrader |= {"solution": not is_check, "task": False}
+        nbgrader |= {"points": int(points) if points == int(points) else points} if is_check else {}
+        metadata["nbgrader"] = nbgrader
     return metadata
-
-
-def _nbgrader_metadata(cell_id: str, points: float) -> dict:
-    is_check = points > 0
-    metadata = {"grade": is_check, "grade_id": cell_id, "locked": is_check, "schema_version": 3}
-    metadata |= {"solution": not is_check, "task": False}
-    return metadata | ({"points": int(points) if points == int(points) else points} if is_check else {})
 
 
 def _normal_outputs(outputs, count: int) -> list:

@@ -59,17 +59,14 @@ def _title(word: str, name: str) -> str:
 
 
 def _line(links: list[tuple[str, Path]], path: Path, root: Path) -> str:
-    there = [(title, target) for title, target in links if _is_written(target, root) and target != path]
-    return " · ".join(f"[{title}]({_relative(target, path)})" for title, target in there)
-
-
-def _is_written(target: Path, root: Path) -> bool:
-    """Whether a notebook is there; an exercise is written from its solution, perhaps later."""
-    return (root / "solutions" / target.name if target.parent.name == "exercises" else target).exists()
-
-
-def _relative(target: Path, path: Path) -> str:
-    return target.name if target.parent == path.parent else f"../{target.parent.name}/{target.name}"
+    """The links to other notebooks that are there; an exercise is written from its solution, perhaps later."""
+    found = []
+    for title, target in links:
+        source = root / "solutions" / target.name if target.parent.name == "exercises" else target
+        if source.exists() and target != path:
+            folder = "" if target.parent == path.parent else f"../{target.parent.name}/"
+            found.append(f"[{title}]({folder}{target.name})")
+    return " · ".join(found)
 
 
 def with_links(nb, path: Path, root: Path):

@@ -9,10 +9,7 @@ from course_lib.authoring.form import ROOT, code_cells, normalise, notebook_path
 
 
 def mirrored_names(cell) -> list[str]:
-    """The dotted names after `# mirrors:` in a cell's first lines; several are separated by commas.
-
-    One without a dot stands in the same module as the one before it.
-    """
+    """The dotted names after `# mirrors:`, divided by commas; one without a dot is of the module before it."""
     header, _ = _split_header(cell.source)
     names: list[str] = []
     for name in (part.strip() for line in header for part in line.removeprefix(MIRRORS).split(",")):
@@ -29,14 +26,17 @@ def _split_header(source: str) -> tuple[list[str], list[str]]:
 
 
 def package_source(dotted: str, root: Path = ROOT) -> str:
-    """The source of a function, class or constant of the package, its docstring cut to the first line.
-
-    Raises   ValueError if no such name stands at the top level of that module
-    """
+    """The source of a definition of the package, its docstring of a line; raises ValueError if there is none."""
     node, lines = _in_package(dotted, root)
     start, stop = _span(node)
-    kept = _with_short_docstring(node, lines)
-    return "\n".join(kept[line] for line in range(start, stop + 1) if line in kept)
+    kept = {number: lines[number - 1] for number in range(start, stop + 1)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
+            doc = inner.body[0]
+            kept[doc.lineno] = kept[doc.lineno].rstrip() + '"""' * (doc.end_lineno > doc.lineno)
+            for number in range(doc.lineno + 1, doc.end_lineno + 1):
+                del kept[number]
+    return "\n".join(kept.values())
 
 
 def _in_package(dotted: str, root: Path) -> tuple[ast.stmt, list[str]]:
@@ -75,21 +75,6 @@ def _decorators(node: ast.stmt) -> list[ast.expr]:
         for decorator in getattr(node, "decorator_list", [])
         if getattr(getattr(decorator, "func", decorator), "id", "") != "checked"
     ]
-
-
-def _with_short_docstring(node: ast.stmt, lines: list[str]) -> dict[int, str]:
-    """Line number -> text, for the lines of a definition; of each docstring in it the first line stays."""
-    start, stop = _span(node)
-    kept = {number: lines[number - 1] for number in range(start, stop + 1)}
-    for inner in ast.walk(node):
-        if not isinstance(inner, ast.FunctionDef | ast.ClassDef) or ast.get_docstring(inner) is None:
-            continue
-        doc = inner.body[0]
-        if doc.end_lineno > doc.lineno:
-            kept[doc.lineno] = kept[doc.lineno].rstrip() + '"""'
-            for number in range(doc.lineno + 1, doc.end_lineno + 1):
-                del kept[number]
-    return kept
 
 
 def _tree(node: ast.stmt) -> str:

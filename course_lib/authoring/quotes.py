@@ -46,20 +46,15 @@ def is_printed(number: str, printed: set[str]) -> bool:
     return number in signless or Decimal(number) in [round(other, digits) for other in longer]
 
 
-def _text_outputs(cell) -> str:
-    """Return what a code cell prints: streams, values and tables, not what stands behind a picture."""
-    texts = [output.text for output in cell.outputs if output.output_type == "stream"]
-    data = [output.data for output in cell.outputs if "data" in output and not is_picture(output)]
-    texts += [each.get("text/plain", "") + re.sub("<[^>]*>", " ", each.get("text/html", "")) for each in data]
-    return "\n".join(texts)
-
-
 def _prose_and_printed(nb):
     """Yield each text cell that stands below code of its section, its numbers, and the numbers printed there."""
     above = []
     for cell in nb.cells:
         if cell.cell_type == "code":
-            above += numbers_in(_text_outputs(cell))
+            for output in cell.outputs:  # what stands behind a picture is not printed
+                data = {} if is_picture(output) else output.get("data", {})
+                text = output.get("text", "") + data.get("text/plain", "")
+                above += numbers_in(text + re.sub("<[^>]*>", " ", data.get("text/html", "")))
             continue
         before = HEADING.split(cell.source)[0]
         yield cell, numbers_in(before, prose=True), set(above)
@@ -73,10 +68,7 @@ def quotes_of(cell) -> list[str]:
 
 
 def record_quotes(nb) -> None:
-    """Record in each text cell the numbers of its prose that are printed above.
-
-    A recorded number that the prose has and no output has any more stays: the prose is to be mended, or the record.
-    """
+    """Record in each text cell its numbers printed above; one recorded that no output has any more stays told."""
     for cell, numbers, printed in _prose_and_printed(nb):
         recorded = quotes_of(cell)
         quotes = [number for number in numbers if number in recorded or is_printed(number, printed)]

@@ -49,12 +49,6 @@ def is_uncompared(cell) -> bool:
     return bool(pictures) and len(pictures) == len(cell.outputs) and "assert " not in cell.source
 
 
-def _prints_at_top(cell) -> bool:
-    """Whether a cell calls print as a statement of its own, so that its output must be stored."""
-    statements = [node.value for node in ast.parse(without_magics(cell.source)).body if isinstance(node, ast.Expr)]
-    return any(isinstance(call, ast.Call) and ast.unparse(call.func) == "print" for call in statements)
-
-
 def cell_problems(cell) -> list[str]:
     """What is wrong with one cell, apart from mirrors."""
     tags, name, problems = set(tags_of(cell)), cell["id"], []
@@ -64,9 +58,11 @@ def cell_problems(cell) -> list[str]:
         problems.append(f"cell {name}: the id is not a readable slug; `make fmt` makes one")
     if cell.cell_type != "code":
         return problems + [f"cell {name}: prose has {found}" for found in prose_problems(cell.source)]
-    problems += [
-        f"cell {name}: imports {private}, which is private; import a public name" for private in _private(cell)
-    ]
+    tree = ast.parse(without_magics(cell.source))
+    modules = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for imported in (f"{node.module}.{alias.name}" for node in modules for alias in node.names):
+        if imported.startswith("course_lib.") and "._" in imported:
+            problems.append(f"cell {name}: imports {imported}, which is private; import a public name")
     if (widest := max(map(len, cell.source.split("\n")))) > COLUMNS:
         problems.append(f"cell {name}: a line has {widest} characters; break it, at most {COLUMNS} can be read")
     if "widget" in tags and not tags & _UNCOMPARED_TAGS:
@@ -75,24 +71,20 @@ def cell_problems(cell) -> list[str]:
         problems.append(f"cell {name}: stores an error; fix the cell, or tag it raises-exception if it teaches one")
     if not tags & _UNCOMPARED_TAGS and any(ADDRESS.search(text) for text in _texts(cell)):
         problems.append(f"cell {name}: prints a memory address, which differs at each run")
-    if "nbval-skip" not in tags and _prints_at_top(cell) and not cell.outputs:
+    prints = any(ast.unparse(statement).startswith("print(") for statement in tree.body)
+    if "nbval-skip" not in tags and prints and not cell.outputs:
         problems.append(f"cell {name}: prints, but no output is stored; run the notebook and `make fmt`")
     return problems
 
 
 def _picture_problems(cell) -> list[str]:
     """Pictures of a cell that say nothing to readers who do not see them."""
-    silent = any(not _SENTENCE.fullmatch(_alt(output)) for output in cell.outputs if is_picture(output))
+    words = []
+    for output in filter(is_picture, cell.outputs):
+        svg = re.search(r"<desc>(.*?)</desc>", output.data.get("image/svg+xml", ""), re.DOTALL)
+        words.append(svg[1] if svg else output.metadata.get("image/png", {}).get("alt", ""))
+    silent = not all(map(_SENTENCE.fullmatch, words))
     return [f"cell {cell['id']}: stores a picture without a sentence that says what it shows; run the cell"] * silent
-
-
-def _alt(output) -> str:
-    """What a picture shows in words."""
-    drawn = output.data.get("image/svg+xml")
-    if drawn is None:
-        return output.metadata.get("image/png", {}).get("alt", "")
-    words = re.search(r"<desc>(.*?)</desc>", drawn, re.DOTALL)
-    return words[1] if words else ""
 
 
 def width_problems(cell) -> list[str]:
@@ -100,13 +92,6 @@ def width_problems(cell) -> list[str]:
     widest = max((len(line) for text in _texts(cell) for line in text.split("\n")), default=0)
     says = f"cell {cell['id']}: prints a line of {widest} characters; print at most {OUTPUT_COLUMNS} on a line"
     return [says] * (widest > OUTPUT_COLUMNS)
-
-
-def _private(cell) -> list[str]:
-    """The private names of the course that a cell imports."""
-    imports = [node for node in ast.walk(ast.parse(without_magics(cell.source))) if isinstance(node, ast.ImportFrom)]
-    names = [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
-    return [name for name in names if name.startswith("course_lib.") and "._" in name]
 
 
 def _texts(cell) -> list[str]:
@@ -120,10 +105,8 @@ def _heading_problems(nb) -> list[str]:
     problems = [] if levels[:1] == [1] and levels.count(1) == 1 else ["one heading `#`, the title, must come first"]
     skipped = [f"{above} to {below}" for above, below in pairwise(levels) if below > above + 1]
     sections = [(chapter, int(number)) for chapter, number in _NUMBERED.findall(prose)]
-    jumps = [(above, (chapter, n)) for above, (chapter, n) in pairwise(sections) if (chapter, n - 1) != above]
-    problems += [
-        f"section {a}.{b} is followed by {c}.{d}; number sections one after another" for (a, b), (c, d) in jumps
-    ]
+    jumps = [(*above, chapter, n) for above, (chapter, n) in pairwise(sections) if (chapter, n - 1) != above]
+    problems += [f"section {a}.{b} is followed by {c}.{d}; number sections one after another" for a, b, c, d in jumps]
     return problems + [f"headings go from level {jump}; leave no level out" for jump in skipped]
 
 
@@ -148,8 +131,9 @@ def _names_from_elsewhere(source: str) -> set[str]:
 
 def _alone_problems(nb) -> list[str]:
     """Cells that a reader is sent to, and that raise NameError in a kernel that has run no other cell."""
-    imports = {alias for cell in code_cells(nb) for alias in _imported(cell)}
-    problems = []
+    nodes = [node for cell in code_cells(nb) for node in ast.walk(ast.parse(without_magics(cell.source)))]
+    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    imports, problems = {alias.asname or alias.name for alias in imported}, []
     for before, cell in pairwise(nb.cells):
         if cell.cell_type != "code":
             continue
@@ -164,21 +148,13 @@ def _alone_problems(nb) -> list[str]:
     return problems
 
 
-def _imported(cell) -> list[str]:
-    nodes = ast.walk(ast.parse(without_magics(cell.source)))
-    found = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    return [alias.asname or alias.name for alias in found]
-
-
 def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     """Everything that is wrong with a notebook of notebooks/ or solutions/, each in a sentence."""
     nb = read(path)
     problems = [problem for cell in nb.cells for problem in cell_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in mirror_problems(cell, root)]
     if nbformat.writes(formatted(path, root)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
-        problems.append(
-            "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
-        )
+        problems += ["not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"]
     problems += [problem for cell in code_cells(nb) for problem in _picture_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
     problems += _heading_problems(nb) + link_problems(nb, path) + _alone_problems(nb) + quote_problems(nb)
@@ -189,7 +165,5 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         problems.append("exactly one cell must carry the tag setup; in the index, none")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]
     if len(uncompared) * 5 > len(code_cells(nb)):
-        problems.append(
-            f"more than a fifth of {len(code_cells(nb))} code cells is not compared: {', '.join(uncompared)}"
-        )
+        problems += [f"more than a fifth of {len(code_cells(nb))} code cells is not compared: {', '.join(uncompared)}"]
     return [f"{path.relative_to(root)}: {problem}" for problem in problems]

@@ -7,7 +7,6 @@ section without either is its first sentence. The words of the lesson stand in t
 nothing but their folder; any web server can serve it.
 """
 
-import argparse
 import base64
 import html
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from course_lib.authoring.form import ROOT, read
 from course_lib.authoring.links import NAVIGATION, chapters_of, exercises_of
+from course_lib.web.page import make_anew, require, run
 
 FROM_NPM = (
     "reveal.js/dist/reset.css", "reveal.js/dist/reveal.css",
@@ -104,14 +104,9 @@ def deck(nb, number: str, folder: Path) -> list[Slide]:
         one.says = shortened(one.says, MOST_LETTERS if one.picture else MOST_ALONE)
         if not one.says and paragraphs:
             one.says = sentences(paragraphs[0])[:2] if paragraphs[0][0] not in "-|$" else []
-    return [*_opening(slides[0]), *kept]
-
-
-def _opening(first: Slide) -> list[Slide]:
-    """The title with what the lesson is about; what a learner can do afterwards."""
-    about, _, goals = "\n\n".join(first.notes).partition("After this lesson you can")
+    about, _, goals = "\n\n".join(slides[0].notes).partition("After this lesson you can")
     goals = [line for line in goals.split("\n\n") if line.startswith("- ")][:1]
-    return [Slide(first.heading, None, [about.strip()]), Slide("After this lesson you can", None, goals)]
+    return [Slide(slides[0].heading, None, [about.strip()]), Slide("After this lesson you can", None, goals), *kept]
 
 
 def exercises_slide(name: str) -> Slide:
@@ -139,16 +134,9 @@ def as_html(slide: Slide, level: int = 2) -> str:
 
 
 def write_slides(folder: Path, npm: Path) -> list[Path]:
-    """Write a deck for each lesson and a list of them into a folder, which is made anew; return the decks.
-
-    Raises   ValueError if npm's packages lack a file, or the folder holds something else than slides
-    """
-    if missing := [name for name in FROM_NPM if not (npm / name).exists()]:
-        raise ValueError(f"{npm} lacks {', '.join(missing)}; give the folder of npm's packages reveal.js and katex")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "slides.js").is_file():
-        raise ValueError(f"{folder} holds something else than slides; give an empty folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Write a deck a lesson, and a list, into a folder made anew; raises ValueError as `require` and `make_anew`."""
+    require(npm, FROM_NPM, "packages reveal.js and katex")
+    make_anew(folder, "slides.js", "slides")
     for name in FROM_NPM:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (npm / name).is_dir() else shutil.copy)(npm / name, folder / name)
@@ -167,17 +155,5 @@ def write_slides(folder: Path, npm: Path) -> list[Path]:
     return decks
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m course_lib.authoring.slides", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--npm", type=Path, required=True, help="the folder node_modules")
-    asked = parser.parse_args()
-    try:
-        decks = write_slides(asked.folder, asked.npm)
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"{asked.folder}: {len(decks)} decks; python -m http.server --bind 127.0.0.1 --directory {asked.folder} 8000")
-
-
 if __name__ == "__main__":
-    main()
+    run(write_slides, "--npm", __doc__)

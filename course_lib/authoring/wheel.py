@@ -38,10 +38,7 @@ def packed(name: str, content: bytes) -> tuple[str, bytes]:
 
 
 def write_small(whole: Path, folder: Path) -> Path:
-    """Write the small wheel into a folder, under the same name; return its path.
-
-    Raises   ValueError if `whole` is no wheel of this course
-    """
+    """Write the small wheel into a folder, under its name; raises ValueError if `whole` is no wheel of this course."""
     small = folder / whole.name
     if not whole.name.startswith("course_lib-") or not zipfile.is_zipfile(whole) or small.resolve() == whole.resolve():
         raise ValueError(f"{whole} is not a wheel of course_lib outside {folder}; make one: pip wheel --no-deps .")
@@ -49,16 +46,13 @@ def write_small(whole: Path, folder: Path) -> Path:
     with zipfile.ZipFile(whole) as source, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         *names, record = filter(in_small, source.namelist())  # RECORD is last, and has a line a file
         files = dict(packed(name, source.read(name)) for name in names)
-        files[record] = (
-            "".join(f"{name},{_digest(files[name])}\n" for name in files).encode() + f"{record},,\n".encode()
-        )
+        lines = []
         for name, content in files.items():
+            digest = urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+            lines.append(f"{name},sha256={digest},{len(content)}\n")
             target.writestr(name, content)
+        target.writestr(record, "".join([*lines, f"{record},,\n"]))
     return small
-
-
-def _digest(content: bytes) -> str:
-    return f"sha256={urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip('=')},{len(content)}"
 
 
 if __name__ == "__main__":

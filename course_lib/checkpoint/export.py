@@ -34,17 +34,13 @@ from course_lib.weights.loading import Weights
 from course_lib.weights.pieces import Piece, parameters_of
 from course_lib.weights.tensor_files import SINGLE
 
-# --- out
-
 
 @torch.no_grad()
 def export_safetensors(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Writes the model of a checkpoint to the folder `out`, with its config.json. One process; ranks are not needed.
-
     checkpoint   one, or a folder of them: then the last complete one
     dtype        of the files; by default that of the parameters. In another the master weights, if there are some, are
                  cast
-
     Bytes        held: the model, in one file
     Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
     """
@@ -104,30 +100,22 @@ def _expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dic
     return biases
 
 
-# --- in
-
-
 @torch.no_grad()
 def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     """Fills the engine's parameters from files of `transformers`, before its first step. All ranks call it.
-
     Bytes    read: each rank its own pieces; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
     """
-    everywhere(wait_for_earlier(engine), lambda: _read_parameters(engine, folder))
-    for sharded in engine.data_engines.values():
-        sharded.share_update()
 
-
-def _read_parameters(engine: FiveD, folder: str | Path) -> None:
-    weights = Weights(folder, engine.config)
-    for holding in parameters_of(engine):
-        for piece in holding.pieces(holding.tensor, ""):
+    def read_parameters() -> None:
+        weights = Weights(folder, engine.config)
+        for piece in [piece for holding in parameters_of(engine) for piece in holding.pieces(holding.tensor, "")]:
             ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape, strict=True)]
             weights[piece.name].part(*ranges).read_into(piece.tensor)
 
-
-# --- configs
+    everywhere(wait_for_earlier(engine), read_parameters)
+    for sharded in engine.data_engines.values():
+        sharded.share_update()
 
 
 _FIELDS = TABLES["fields"]  # of config.json: what of a ModelConfig stands there
@@ -136,18 +124,13 @@ _KINDS = {  # model_type -> its class, fields of config.json with what of a Mode
     "llama": ("LlamaForCausalLM", _DENSE, {}),
     "qwen3": ("Qwen3ForCausalLM", _DENSE, {}),
     "mixtral": ("MixtralForCausalLM", _DENSE | _FIELDS["mixtral"], {"sliding_window": None}),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        _FIELDS["llama"] | _FIELDS["deepseek"],
-        {"rope_interleave": True, "attention_bias": False},
-    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT, {"rope_interleave": True, "attention_bias": False}),
     "gpt2": ("GPT2LMHeadModel", _FIELDS["gpt"], {}),
 }
 
 
 def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:
     """What config.json says: the way back of `hf_weights.config_from_transformers`.
-
     Raises   ValueError for a model whose like `transformers` does not have
     """
     if config.family not in ("llama", "gpt"):

@@ -6,7 +6,7 @@
         .metadata                        the same for PyTorch's own tools: a pickle, which this course never opens
     checkpoints/step-00000140.partial    under way, or what a killed save has left
 
-One run writes to a folder: its next save removes what is partial there.
+One run writes to a folder: its next save removes what is partial there. A second one is told whose it is.
 """
 
 import hashlib
@@ -14,18 +14,24 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 from course_lib.checkpoint.manifest import wrong_field
 from course_lib.comm import all_gather_json
+from course_lib.validate import writable
 
 _FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
+LOCK, OWNER = ".lock", ".in-use.json"
+_WAIT_S = 5.0  # for a run that is just ending
 
 Result = TypeVar("Result")
 
@@ -77,9 +83,6 @@ def everywhere(group: dist.ProcessGroup, act: Callable[[], Result]) -> Result:
     return kept[0]
 
 
-# --- which checkpoints there are
-
-
 def name_of(step: int) -> str:
     """What the folder of that step is called: sorted by name is sorted by step."""
     return f"step-{step:08d}"
@@ -118,12 +121,8 @@ def partial_of(final: Path) -> Path:
     return final.with_name(final.name + PARTIAL)
 
 
-# --- making one
-
-
 def clear_way(final: Path) -> None:
     """Removes what killed saves have left, and makes the new partial folder.
-
     Raises   ValueError if the folder has this step or a later one, which a restart would take for the last
     """
     last = latest(final.parent)
@@ -140,10 +139,14 @@ def clear_way(final: Path) -> None:
 
 def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: dict, keep: int | None) -> None:
     """The end of a save, on one rank: the manifest, the rename that makes it complete, and the old ones go.
-
     Raises   ValueError if this rank does not see what all have written
     """
-    _check_all_here(partial, files)
+    for name, entry in files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same "
+                "step to one folder, on a disk that all machines share. The checkpoints before are as they were"
+            )
     manifest = about | {"format": _FORMAT, "files": files, "tensors": tensors}
     manifest = json.loads(json.dumps(manifest))  # as it will be read: keys that are numbers become text, and sort so
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
@@ -156,16 +159,6 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
     for old in complete(final.parent)[: -keep if keep else 0]:
         os.rename(old, partial_of(old))  # so that what a killed removal leaves is not taken for complete
         shutil.rmtree(partial_of(old))
-
-
-def _check_all_here(partial: Path, files: dict) -> None:
-    for name, entry in files.items():
-        path = partial / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise ValueError(
-                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same "
-                "step to one folder, on a disk that all machines share. The checkpoints before are as they were"
-            )
 
 
 def sync_folder(folder: Path) -> None:
@@ -187,12 +180,8 @@ def file_entry(path: Path) -> dict:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-# --- is it whole?
-
-
 def read_manifest(checkpoint: Path) -> dict:
     """What a checkpoint says of itself.
-
     Raises   ValueError if it is no checkpoint, or torn: which file, and what to do
     """
     path = checkpoint / MANIFEST
@@ -216,7 +205,6 @@ def read_manifest(checkpoint: Path) -> dict:
 
 def verify(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> None:
     """Checks the size of every file, and the checksum of each `parts`-th one.
-
     Bytes    read: 1 / parts of the checkpoint
     Raises   ValueError if a file is missing, cut off or changed: which, and what to do
     """
@@ -237,3 +225,53 @@ def advice(checkpoint: Path) -> str:
     others = [path for path in complete(checkpoint.parent) if path != checkpoint and (path / MANIFEST).is_file()]
     instead = f"load {others[-1]}" if others else "there is no other checkpoint beside it: start anew"
     return f"Copy it again from where it came, or remove {checkpoint} and {instead}"
+
+
+@contextmanager
+def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Have the folder to this run, from now to the end of the block. All ranks enter; the first one holds the lock.
+
+    It is the system's, so that it goes with the process that holds it, however that ends; beside it stands who that is.
+    Disks that several machines share keep it as well, unless they were mounted with local locks alone.
+    checkpoint_bytes   what one checkpoint takes
+    at_once            the most that this run has there at a time, with those that are there already
+    Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
+    """
+    first = group.rank() == 0
+    lock = FileLock(folder / LOCK)
+    everywhere(group, lambda: take(folder, lock, checkpoint_bytes, at_once) if first else None)
+    try:
+        yield
+    finally:
+        if first:
+            (folder / OWNER).unlink(missing_ok=True)
+            lock.release()
+
+
+def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) -> None:
+    writable("the folder of checkpoints", folder)
+    try:
+        lock.acquire(timeout=_WAIT_S)
+    except Timeout:
+        raise ValueError(
+            f"{folder} is in use by another run ({_owner_of(folder)}), and one run writes to a folder; wait until that "
+            "has ended, end it, or give another folder"
+        ) from None
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    free_bytes = shutil.disk_usage(folder).free
+    to_come = max(1, at_once - len(complete(folder)))
+    if free_bytes < to_come * checkpoint_bytes:
+        lock.release()
+        raise ValueError(
+            f"a checkpoint takes {checkpoint_bytes / 1e6:,.1f} MB, {to_come} more must fit at once, and the disk of "
+            f"{folder} has {free_bytes / 1e6:,.1f} MB left; make room, or give a folder on another disk"
+        )
+    (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        return f"process {owner['process']} on {owner['host']}, started {owner['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has not said its process"

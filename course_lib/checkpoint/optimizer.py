@@ -41,7 +41,6 @@ def steps_of(engine: FiveD, optimizer: Optimizer, group: dist.ProcessGroup) -> d
 
 def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> list[dict]:
     """Of each of the optimizer's groups: learning rate and the like, and the count of steps where there is one for all.
-
     Raises   ValueError if the checkpoint's do not fit this optimizer
     """
     groups, options = optimizer.param_groups, saved["options"]

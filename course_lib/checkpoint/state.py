@@ -1,16 +1,8 @@
 """Checkpoints of an engine of parallel/five_d.py: saved under one layout, loaded under any other.
 
-    save(engine, optimizer, folder, step)                   # all ranks call it; then folder/step-00000120 is complete
-    saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
-    restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
-    load(engine, optimizer, folder, convert=True)           # one of another precision too: bf16 to fp32, or back
-    latest(folder)                                          # where that is, or None
-    wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
-
 What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
-experts; of each rank its random number generators. All of it is in pieces of
-whole tensors (weights/pieces.py), so that a layout is only a way to cut them; checkpoint/files.py makes files of
-them.
+experts; of each rank its random number generators. All of it is in pieces of whole tensors (weights/pieces.py), so that
+a layout is only a way to cut them; checkpoint/files.py makes files of them.
 
 A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its
 own. Going from one to the other, the wide numbers keep their bits; there and back again changes nothing:
@@ -27,7 +19,7 @@ the host of what this rank writes. All ranks together write everything once.
 """
 
 import json
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -38,15 +30,13 @@ from torch import Tensor
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint import storage as stored_pieces
-from course_lib.checkpoint.files import everywhere, latest, together
+from course_lib.checkpoint.files import everywhere, together
 from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
 from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
 from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
-
-__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
 Optimizer = torch.optim.Optimizer
 
@@ -58,7 +48,6 @@ _host_groups: WeakKeyDictionary[FiveD, dist.ProcessGroup] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class Restored:
     """What a checkpoint held besides the engine's numbers.
-
     about        what the caller gave as `about`
     same_mesh    the ranks stand as they stood: their random number generators go on where they were. In another mesh
                  they are as before, to be seeded
@@ -75,36 +64,18 @@ class Saving:
 
     def __init__(self, path: Path):
         self.path = path
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def start(self, *arguments) -> None:
-        """Writes in a thread of its own."""
-
-        def run():
-            try:
-                stored_pieces.write(self.path, *arguments)
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, name=f"save {self.path.name}")
-        self.thread.start()
+        self.future: Future | None = None  # of the thread that writes
 
     @property
     def done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
+        return self.future is None or self.future.done()
 
     def wait(self) -> Path:
         """Returns once the checkpoint is complete on all ranks; raises, once, what went wrong."""
-        if self.thread is not None:
-            self.thread.join()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        future, self.future = self.future, None
+        if future is not None:
+            future.result()
         return self.path
-
-
-# --- save
 
 
 def save(
@@ -116,10 +87,8 @@ def save(
     keep: int | None = None,
 ) -> Path:
     """Writes folder/step-..., of `step` steps done, and returns when it is complete. All ranks call it.
-
     about    of the whole run, of JSON's kinds; that of rank 0 counts
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
-
     Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
              all ranks; CannotWrite if a rank cannot write. On every rank, and the checkpoints before are as they were
     """
@@ -143,7 +112,7 @@ def save_async(
     `save_async` or `load` of this engine.
     """
     saving, arguments = prepare(engine, optimizer, folder, step, about, keep, copy=True)
-    saving.start(*arguments)
+    saving.future = ThreadPoolExecutor(1).submit(stored_pieces.write, saving.path, *arguments)
     return saving
 
 
@@ -213,7 +182,6 @@ def pieces_to_write(engine: FiveD, optimizer: Optimizer, rank: int, copy: bool) 
 
 
 def _whole_piece(name: str, x: Tensor) -> Piece:
-    """What is one rank's own, in one piece."""
     return Piece(name, tuple(x.shape), (0,) * x.dim(), x)
 
 
@@ -225,17 +193,12 @@ def rng_states() -> dict[str, Tensor]:
     return states
 
 
-# --- load
-
-
 @torch.no_grad()
 def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert: bool = False) -> Restored:
     """Fills engine and optimizer from a checkpoint, whatever layout wrote it. All ranks call it.
-
     folder      a checkpoint, or a folder of them: then the last complete one
     optimizer   None: only the model's numbers are wanted
     convert     one of another precision is taken too, by the table above
-
     Bytes    read: each rank the stored pieces that it needs (FP32 parameters for 16-bit ones twice), and its share of
              all for the checksums; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if there is none, it is torn, or of another model, precision (see `convert`) or
@@ -266,7 +229,6 @@ def _open_checkpoint(
 
 
 def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict, rank: int) -> Restored:
-    """Reads what this rank holds."""
     held = parameters_of(engine)
     pieces = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
     stored_pieces.read(path, manifest, widest(pieces, manifest))

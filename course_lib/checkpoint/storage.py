@@ -20,28 +20,14 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from course_lib.checkpoint.files import (
-    MANIFEST,
-    advice,
-    everywhere,
-    file_entry,
-    outcomes,
-    partial_of,
-    put_in_place,
-    writing,
-)
+from course_lib.checkpoint import files as folders
+from course_lib.checkpoint.files import MANIFEST, advice
 from course_lib.comm.records import DTYPES
 from course_lib.weights.pieces import Piece
 
@@ -49,33 +35,28 @@ _METADATA = ".metadata"
 Place = tuple[str, int, int, tuple[int, ...], str]  # of a stored box: file, first byte, bytes, shape, dtype
 
 
-# --- writing
-
-
 def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGroup, keep: int | None = None) -> None:
     """Writes everybody's pieces as the checkpoint `final`, after `clear_way`. All ranks call it; one brings each piece.
-
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
     keep    how many complete checkpoints remain, the older are removed once this one is complete; None: all
-
     Raises   CannotWrite on every rank if one could not write, ValueError if not all wrote to one folder: what is there
              then is a partial folder
     """
-    first, partial = group.rank() == 0, partial_of(final)
+    first, partial = group.rank() == 0, folders.partial_of(final)
     file = f"__{group.rank()}_0.distcp"
-    mine, of_ranks, failures = outcomes(group, lambda: _write_pieces(partial / file, pieces))
+    mine, of_ranks, failures = folders.outcomes(group, lambda: _write_pieces(partial / file, pieces))
     if failures:
-        with writing(partial):
+        with folders.writing(partial):
             raise RuntimeError("; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())) from mine
     files = {f"__{rank}_0.distcp": entry for rank, (entry, _) in enumerate(of_ranks)}
     tensors = merged([told for _, told in of_ranks])
 
     def complete() -> None:
         files[_METADATA] = _write_metadata(partial / _METADATA, tensors)
-        put_in_place(final, partial, about, files, tensors, keep)
+        folders.put_in_place(final, partial, about, files, tensors, keep)
 
-    with writing(final):
-        everywhere(group, lambda: complete() if first else None)
+    with folders.writing(final):
+        folders.everywhere(group, lambda: complete() if first else None)
 
 
 def _write_pieces(path: Path, pieces: list[Piece]) -> tuple[dict, dict]:
@@ -141,7 +122,7 @@ def merged(of_ranks: list[dict]) -> dict:
         stored["boxes"].sort(key=lambda box: box[0])
     described_tensors = {name: described(stored) for name, stored in tensors.items()}
     # Two plans stand for the ranks': of one alone torch does not check that its tensors are complete.
-    if wrong := _validate_global_plan([SavePlan([])] * 2, Metadata(described_tensors)):
+    if wrong := _validate_global_plan([SavePlan([])] * 2, dcp.Metadata(described_tensors)):
         raise ValueError(f"the ranks' pieces do not tile the tensors: {wrong}")
     return tensors
 
@@ -149,34 +130,31 @@ def merged(of_ranks: list[dict]) -> dict:
 def _write_metadata(path: Path, tensors: dict) -> dict:
     """The same for PyTorch's own tools: what dcp.load looks for. Returns its bytes and checksum."""
     places = {
-        MetadataIndex(name, torch.Size(offsets)): _StorageInfo(file, start, length)
+        dcp.MetadataIndex(name, torch.Size(offsets)): _StorageInfo(file, start, length)
         for name, stored in tensors.items()
         for offsets, _, file, start, length in stored["boxes"]
     }
     with open(path, "wb") as file:
-        pickle.dump(Metadata({name: described(stored) for name, stored in tensors.items()}, None, places), file)
+        pickle.dump(dcp.Metadata({name: described(stored) for name, stored in tensors.items()}, None, places), file)
         file.flush()
         os.fsync(file.fileno())
-    return file_entry(path)
-
-
-# --- reading
+    return folders.file_entry(path)
 
 
 def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     """Fills the pieces with the numbers of the checkpoint, floats cast. Sends nothing: each rank reads what it needs.
-
     Bytes    read: the stored boxes that overlap a piece, each once; held: one of them, twice
     Raises   ValueError if something is not there, or cannot be read as a tensor
     """
     pieces = list(pieces)
     _check_pieces(checkpoint, manifest, pieces)
-    targets = {index_of(piece): piece.tensor for piece in pieces}
+    targets = {dcp.MetadataIndex(piece.name, torch.Size(piece.offsets)): piece.tensor for piece in pieces}
     wanted: dict[Place, list[ReadItem]] = {}
     for name, mine in by_name(pieces).items():
         stored = manifest["tensors"][name]
         places = {torch.Size(offsets): (*at, tuple(sizes), stored["dtype"]) for offsets, sizes, *at in stored["boxes"]}
-        for item in create_read_items_for_chunk_list(name, described(stored), [chunk_of(piece) for piece in mine]):
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape) for piece in mine]
+        for item in create_read_items_for_chunk_list(name, described(stored), chunks):
             wanted.setdefault(places[item.storage_index.offset], []).append(item)
     found = sum(item.lengths.numel() for items in wanted.values() for item in items)
     if found != sum(x.numel() for x in targets.values()):
@@ -238,7 +216,6 @@ def _read_tensor(
     checkpoint: Path, manifest: dict, name: str, offset: int, length: int, shape: tuple[int, ...], dtype: str
 ) -> Tensor:
     """One stored box: a tensor, or an error; nothing else that a file might ask for is done.
-
     Raises   ValueError if it is in a file that the manifest does not name, or is no tensor of that shape and dtype
     """
     if name not in manifest["files"] or Path(name).name != name:
@@ -263,9 +240,6 @@ def _read_tensor(
     return x
 
 
-# --- as DCP says it
-
-
 def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     named: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -273,19 +247,13 @@ def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return named
 
 
-def index_of(piece: Piece) -> MetadataIndex:
-    return MetadataIndex(piece.name, torch.Size(piece.offsets))
-
-
-def chunk_of(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
-def described(stored: dict) -> TensorStorageMetadata:
+def described(stored: dict) -> dcp.TensorStorageMetadata:
     """DCP's description of a tensor, from the manifest's."""
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in stored["boxes"]]
-    properties = TensorProperties(dtype=DTYPES[stored["dtype"]])
-    return TensorStorageMetadata(properties, torch.Size(stored["shape"]), chunks)
+    chunks = [
+        dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in stored["boxes"]
+    ]
+    properties = dcp.TensorProperties(dtype=DTYPES[stored["dtype"]])
+    return dcp.TensorStorageMetadata(properties, torch.Size(stored["shape"]), chunks)
 
 
 def box(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:

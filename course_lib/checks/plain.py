@@ -4,6 +4,7 @@ What an answer gives back is read with this, never with pickle, which runs what 
 kind arrives as `Foreign`, equal to nothing.
 """
 
+import base64
 import dataclasses
 import json
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from course_lib.checks.watch import Cost
 
-LENGTH = 8  # bytes of the number before the text
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -27,10 +27,8 @@ class Foreign:
 
 
 def dumps(value: Any) -> bytes:
-    """Return the bytes of a value: the length of a JSON text, the text, then the elements of all tensors."""
-    blobs: list[bytes] = []
-    text = json.dumps(_tree(value, blobs)).encode()
-    return b"".join([len(text).to_bytes(LENGTH, "big"), text, *blobs])
+    """Return the bytes of a value: a JSON text, with the bytes of tensors in base 64."""
+    return json.dumps(_tree(value)).encode()
 
 
 def loads(data: bytes) -> Any:
@@ -38,53 +36,45 @@ def loads(data: bytes) -> Any:
 
     Raises   ValueError (or another error of reading) if these are no bytes of `dumps`
     """
-    stop = LENGTH + int.from_bytes(data[:LENGTH], "big")
-    blobs = memoryview(data)[stop:]
-    return _value(json.loads(data[LENGTH:stop].decode()), blobs)
+    return _value(json.loads(data.decode()))
 
 
-def _tree(value: Any, blobs: list[bytes]) -> Any:
+def _tree(value: Any) -> Any:
     """JSON: None, truths, numbers and texts as they are, all else a list that begins with its kind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
-        return ["bytes", *_placed(bytes(value), blobs)]
+        return ["bytes", base64.b64encode(value).decode()]
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
         plain = value.detach().cpu().contiguous()
         elements = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ["tensor", str(plain.dtype).removeprefix("torch."), list(plain.shape), *_placed(elements, blobs)]
+        return ["tensor", str(plain.dtype).removeprefix("torch."), list(plain.shape), _tree(elements)[1]]
     if isinstance(value, dict):
-        return ["dict", *([_tree(key, blobs), _tree(one, blobs)] for key, one in value.items())]
+        return ["dict", *([_tree(key), _tree(one)] for key, one in value.items())]
     if isinstance(value, Cost):
-        return ["cost", _tree(value.value, blobs), _tree(value.slack, blobs)]
+        return ["cost", _tree(value.value), _tree(value.slack)]
     for kind in (tuple, list):
         if isinstance(value, kind):
-            return [kind.__name__, *(_tree(one, blobs) for one in value)]
+            return [kind.__name__, *map(_tree, value)]
     return ["foreign", type(value).__name__]
 
 
-def _placed(data: bytes, blobs: list[bytes]) -> tuple[int, int]:
-    start = sum(map(len, blobs))
-    blobs.append(data)
-    return start, start + len(data)
-
-
-def _value(tree: Any, blobs: memoryview) -> Any:
+def _value(tree: Any) -> Any:
     if not isinstance(tree, list):
         return tree
     kind, *parts = tree
     if kind == "bytes":
-        return bytes(blobs[parts[0] : parts[1]])
+        return base64.b64decode(parts[0])
     if kind == "tensor":
-        name, shape, start, stop = parts
-        elements = torch.frombuffer(bytearray(blobs[start:stop] or b"\0"), dtype=torch.uint8)[: stop - start]
-        return elements.view(DTYPES[name]).reshape(shape)
+        name, shape, text = parts
+        data, dtype = bytearray(base64.b64decode(text)), DTYPES[name]
+        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
     if kind == "dict":
-        return {_value(key, blobs): _value(one, blobs) for key, one in parts}
+        return {_value(key): _value(one) for key, one in parts}
     if kind == "cost":
-        return Cost(*(_number(one) for one in parts))
+        return Cost(*map(_number, parts))
     if kind in ("tuple", "list"):
-        return {"tuple": tuple, "list": list}[kind](_value(one, blobs) for one in parts)
+        return {"tuple": tuple, "list": list}[kind](map(_value, parts))
     if kind == "foreign":
         return Foreign(str(parts[0]))
     raise ValueError(f"{kind!r} is no kind of plain data")

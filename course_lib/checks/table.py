@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch.distributed as dist
 
@@ -54,8 +53,14 @@ def _wrong_answer(reference: Callable, of):
         return [_wrong_answer(reference, one) for one in of]
     if isinstance(of, Stops):
         return Stops(_wrong_answer(reference, of.answer))
-    make = but if isinstance(reference, type) else partial
+    make = but if isinstance(reference, type) else _with
     return make(reference, **of) if isinstance(of, dict) else of
+
+
+def _with(reference: Callable, /, **changed) -> Callable:
+    """The reference with other arguments, also in place of those that it is given."""
+    names = list(inspect.signature(reference).parameters)
+    return lambda *given: reference(**dict(zip(names, given, strict=False)) | changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +80,7 @@ class Exercise:
     """
 
     reference: Callable
-    inputs: Callable[[random.Random], list[tuple]]
+    inputs: Callable[[random.Random], Iterable[tuple]]
     wrong: dict[str, Callable | dict | list | Stops]
     watch: Callable[..., dict] = call
     says: dict[str, str | Callable[..., str]] = field(default_factory=dict)
@@ -122,7 +127,7 @@ class _Raised(CheckFailed):
 
 
 def _grade(ex: Exercise, answer, seed: int) -> None:
-    cases = ex.inputs(random.Random(seed))
+    cases = list(ex.inputs(random.Random(seed)))
     try:
         _compare(ex, answer, cases, (seed, None))
     except _Raised:  # a smaller case may show why

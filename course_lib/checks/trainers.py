@@ -6,6 +6,7 @@ from functools import cache, partial
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks.core import but
 from course_lib.checks.watch import Cost
 from course_lib.compare import trials
 from course_lib.compare.record import Record
@@ -34,6 +35,13 @@ def trained(trainer: type, num_micro_batches: int) -> dict:
 @cache
 def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
     return dict(trials.one_process(trials.CONFIG, trials.global_batches(steps), make_optimizer)[1].named_parameters())
+
+
+def counted(trainer: type) -> Record:
+    """Watch the bytes that two steps of one micro-batch hold, with parameters and gradients in bfloat16."""
+    record = Record()
+    trials.as_counted_trainer(record, trainer)
+    return record
 
 
 def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:
@@ -69,19 +77,12 @@ def scaled(trainer: type, factor: Callable[[int, int], float], drops: bool = Tru
     return Scaled
 
 
-def _last_alone(trainer: type) -> type:
-    class LastAlone(trainer):
-        def backward(self, micro_batches):
-            super().backward(micro_batches[-1:])
-
-    return LastAlone
-
-
 DROP = "drop gradients after each step: fill them with zeros, or set them to None"
 
 
 def wrong_means(trainer: type) -> dict[str, type]:
     """Return what is told -> the trainer with another gradient than the mean over ranks and micro-batches."""
+    last_alone = but(trainer, backward=lambda self, micro_batches: trainer.backward(self, micro_batches[-1:]))
     return {
         "no parameter changed; update must make the optimizer's step": scaled(trainer, lambda ranks, parts: 0),
         "its steps used the sum over the ranks; take the mean over ranks: divide by their number": scaled(
@@ -96,8 +97,8 @@ def wrong_means(trainer: type) -> dict[str, type]:
         "the mean over micro-batches divided by their number again; divide by their number once": scaled(
             trainer, lambda ranks, parts: 1 / parts
         ),
-        "the last micro-batch alone; gradients must add up over the micro-batches": _last_alone(trainer),
+        "the last micro-batch alone; gradients must add up over the micro-batches": last_alone,
         "only the last micro-batch's part; gradients must add up over the micro-batches": scaled(
-            _last_alone(trainer), lambda ranks, parts: 1 / parts
+            last_alone, lambda ranks, parts: 1 / parts
         ),
     }

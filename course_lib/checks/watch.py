@@ -1,12 +1,14 @@
 """What is seen of an answer at work, and when two observations agree: plain data, {what: value}."""
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -63,6 +65,16 @@ def result(answer: Callable, *args) -> dict:
     return {"the result": copied(answer(*args), as_results=True)}
 
 
+def named(what: str, none: str | None = None) -> Callable[..., dict]:
+    """Watch what a plain call returned, by a name with its arguments in {}; `none`: in place of a None."""
+
+    def watch(answer: Callable, *args) -> dict:
+        found = result(answer, *args)["the result"]
+        return {what.format(*args): none if found is None else found}
+
+    return watch
+
+
 def several(say: str, *names: str) -> Callable[..., dict]:
     """Watch a call that returns several things, a tuple or a list, or a dict if names are its keys; else `say`."""
 
@@ -77,26 +89,92 @@ def several(say: str, *names: str) -> Callable[..., dict]:
     return watch
 
 
-def collective(answer: Callable, *args, slack: int = 0) -> dict:
+def collective(answer: Callable, *args, slack: int = 0, leave_out=()) -> dict:
     """Watch a call on this rank, the group last: calls, peers, result, and what was sent."""
     given = [arg[dist.get_rank()] if isinstance(arg, Each) else arg for arg in args]
     mine = copied(given)
     with MessageLog() as log, ByteMeter() as meter:
         result = answer(*mine, dist.group.WORLD)
-    return {
+    seen = {
         "other calls than send and recv": sorted(set(meter.calls) - {"send", "recv"}),
         "sent to": sorted({peer for kind, peer in log.messages if kind == "send"}),
         "the result": copied(result, as_results=True),
         "arguments changed": not agree(mine, given),
-        "collectives called": Cost(sum(meter.calls.values())),
+        "messages sent and received": Cost(sum(meter.calls.values())),
         "bytes sent": Cost(meter.sent_bytes, slack),
     }
+    return {what: value for what, value in seen.items() if what not in leave_out}
 
 
 def on_ranks(answer: Callable, *args, slack: int = 0) -> dict:
     """Watch a call on this rank, the group last: the result, and what was sent, in whatever calls."""
-    seen = collective(answer, *args, slack=slack)
-    return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
+    not_seen = ("other calls than send and recv", "sent to", "messages sent and received")
+    return collective(answer, *args, slack=slack, leave_out=not_seen)
+
+
+def function(forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
+    """Return a Function of x and of what else it is given: forward(x, *rest) and backward(gradient, *rest)."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *rest):
+            ctx.rest = rest
+            return forward(x, *rest)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return backward(grad.contiguous(), *ctx.rest), *[None] * len(ctx.rest)
+
+    return Made
+
+
+def crossed(apply: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> dict:
+    """Watch x on its way through, and the gradient of the result on its way back."""
+    x.requires_grad_()
+    with ByteMeter() as forward:
+        out = apply(x)
+    with ByteMeter() as backward:
+        if isinstance(out, Tensor) and out.shape == grad.shape and out.requires_grad:
+            out.backward(grad)
+    return {
+        "forward": out.detach().clone() if isinstance(out, Tensor) else out,
+        "the gradient": x.grad,
+        "bytes sent forward": Cost(forward.sent_bytes),
+        "bytes sent backward": Cost(backward.sent_bytes),
+    }
+
+
+class _Saved:
+    """A tensor that a forward pass saved for backward; autograd drops it when backward has used it."""
+
+    def __init__(self, tensor: Tensor, of_forward: int) -> None:
+        self.tensor, self.of_forward = tensor, of_forward
+
+
+class Kept:
+    """What forward passes of a model saved for backward, and backward has not freed; rows: of each forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self.rows: list[int] = []
+        self.most_waiting = 0
+        self._forward, model.forward = model.forward, self._watched
+
+    def _watched(self, x: Tensor) -> Tensor:
+        self.most_waiting = max(self.most_waiting, len({saved.of_forward for saved in self.alive}))
+        self.rows.append(len(x))
+
+        def pack(tensor: Tensor) -> _Saved:
+            saved = _Saved(tensor, len(self.rows))
+            self.alive.add(saved)
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            return self._forward(x)
+
+    def most(self, slack: int) -> Cost:
+        """Return the most that waited; one that has no target to count may wait until its name is given away."""
+        return Cost(self.most_waiting, slack)
 
 
 def agree(got, want, within: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What the ledger's computations are written in: formulas of the package, and below what several claims share.
+"""What the ledger's computations are written in: all names of MODULES, and below what several claims share.
 
 Each function returns a dictionary of values by name.
 """
@@ -6,87 +6,39 @@ Each function returns a dictionary of values by name.
 
 from dataclasses import replace
 from math import ceil, log, sqrt
+from pathlib import Path
 
-from course_lib.config import ModelConfig, preset
+from course_lib import config, float_formats, flops, hardware, schedules, traffic
+from course_lib.config import preset
 from course_lib.estimate import estimate
-from course_lib.float_formats import BLOCK_FORMATS, FORMATS
-from course_lib.flops import attention_flops_per_token, flops_per_token, step_flops
-from course_lib.hardware import (
-    CLUSTERS,
-    GB,
-    GIB,
-    GPUS,
-    LINKS,
-    PUBLISHED_1F1B_FALLS,
-    PUBLISHED_1F1B_THROUGHPUT,
-    PUBLISHED_BATCH_RAMPS,
-    PUBLISHED_DP_THROUGHPUT,
-    PUBLISHED_TP_SP_THROUGHPUT,
-    PUBLISHED_TP_THROUGHPUT,
-    Cluster,
-    peak_flops,
-    published_link,
-)
+from course_lib.hardware import GB, GIB, GPUS
 from course_lib.hardware import gpu as gpu_of
 from course_lib.hardware import link as link_of
-from course_lib.layout import Layout, Mesh
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks
-from course_lib.layout.mesh import links_of_axes
-from course_lib.layout.partition import even_layers, kv_replication
-from course_lib.memory.activations import block_terms
-from course_lib.memory.budget import NCCL_CHANNEL_BYTES, NCCL_CHANNELS, Budget, budgets, fits, saved_for_backward
-from course_lib.memory.flats import BUCKET_BYTES, flats_of, stage_parameters
-from course_lib.memory.papers import (
-    korthikanti_bytes,
-    korthikanti_layer_bytes,
-    selective_flops_share,
-)
-from course_lib.memory.ranks import narrow
-from course_lib.memory.states import (
-    RECIPES,
-    LoRA,
-    count_parameters,
-    lora_parameters,
-    parameter_shapes,
-    recipe_of,
-    state_bytes,
-)
-from course_lib.memory.zero import five_d_states, zero_bytes_per_parameter, zero_saving
+from course_lib.layout import Layout, Mesh, block_pairs, mesh, partition
+from course_lib.memory import activations, budget, flats, states
+from course_lib.memory.activations import korthikanti_layer_bytes
+from course_lib.memory.budget import Budget, budgets
+from course_lib.memory.states import count_parameters
 from course_lib.run import Run
-from course_lib.schedules import Costs, Simulation, bubble, interleaving_memory, make, peak_live, simulate
-from course_lib.schedules.instructions import loop_placement
-from course_lib.timing.collectives import collective_s, collective_steps
-from course_lib.timing.data import accumulation_steps, dp_throughput, tokens_that_hide_a_gather
-from course_lib.timing.failures import Failures, young_interval_s
-from course_lib.timing.kernel import Roof, flash_bytes, occupancy, product_bytes, softmax_bytes, three_kernel_bytes
-from course_lib.timing.rates import hfu, mfu, roofline_s, tokens_per_s
-from course_lib.traffic import Call, attention_calls, calls, ring_all_reduce_bytes, sent_bytes
+from course_lib.schedules import Costs, Simulation, instructions, make, simulate
+from course_lib.timing import collectives, data, failures, kernel, rates
+from course_lib.traffic import Call, sent_bytes
 from course_lib.traffic.collectives import call_counts
 from course_lib.traffic.data import flat_calls
 from course_lib.traffic.tensor import tensor_calls
+from course_lib.validate import read_toml
 
+MODULES = (
+    config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats,
+    states, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
+)  # fmt: skip
 H100, DAY_S = GPUS["h100"], 86_400
 H100_GIB = H100.usable_bytes / GIB
 ENCODERS = ("xlm-r-large", "xlm-r-xl", "xlm-r-xxl")
 
-# Milliseconds of forward and backward of one layer of 22B, TP 8, A100: Korthikanti 2022 (arXiv:2205.05198), table 4
-LAYER_OF_22B_MS = {
-    "kept": (7.7, 11.9),
-    "kept, sequence parallel": (7.2, 11.8),
-    "full": (7.7, 19.5),
-    "selective": (7.7, 13.2),
-    "selective, sequence parallel": (7.2, 13.1),
-}
-# Table 5: layers, hidden, heads, batch, GPUs; seconds of a step with full recomputation, and with both techniques
-STEPS = {
-    "22B": (48, 6144, 64, 4, 8, 1.42, 1.10),
-    "175B": (96, 12288, 96, 64, 64, 18.13, 13.75),
-    "530B": (105, 20480, 128, 280, 280, 49.05, 37.83),
-    "1T": (128, 25600, 160, 512, 512, 94.42, 71.49),
-}
-
-
-# ---- memory
+_TABLES = read_toml(Path(__file__).with_name("published.toml"))
+LAYER_OF_22B_MS: dict[str, tuple[float, float]] = _TABLES["layer_of_22b_ms"]
+STEPS: dict[str, tuple[float, ...]] = _TABLES["steps"]
 
 
 def fullest(model: str, layout: str, seq_len: int) -> Budget:
@@ -132,14 +84,10 @@ def sequence_parallel(model: str, seq_len: int, tp: int, base: str = "tp") -> di
     }
 
 
-# ---- messages
-
-
 def zero_calls(stage: int, dp: int, micro_batches: int) -> list[Call]:
     """The collectives of a step of 1,000 parameters a rank."""
-    return flat_calls(
-        Run(preset("toy"), Layout(dp=dp, zero_stage=stage, micro_batches=micro_batches), 64), 1000 * dp, dp
-    )
+    run = Run(preset("toy"), Layout(dp=dp, zero_stage=stage, micro_batches=micro_batches), 64)
+    return flat_calls(run, 1000 * dp, dp)
 
 
 def zero_phases(stage: int, micro_batches: int = 1, dp: int = 4) -> dict:

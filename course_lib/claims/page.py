@@ -61,20 +61,17 @@ class Quiz(Checked):
         return "\n".join(fill(f"{i}. {told(claim.claim)}", 96) for i, claim in enumerate(self.claims, 1))
 
     def _repr_markdown_(self) -> str:
-        return "\n\n".join(self._folded(i, claim) for i, claim in enumerate(self.claims, 1))
-
-    def _folded(self, number: int, claim: Claim) -> str:
-        answer, say = texts_of(claim)
-        text = " ".join(filter(None, (_verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
-        return f"<details><summary>{number}. {told(claim.claim)}</summary>\n\n{text}\n</details>"
+        folded = []
+        for number, claim in enumerate(self.claims, 1):
+            answer, say = texts_of(claim)
+            text = " ".join(filter(None, (_verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
+            folded.append(f"<details><summary>{number}. {told(claim.claim)}</summary>\n\n{text}\n</details>")
+        return "\n\n".join(folded)
 
 
 @checked
 def chapter_quiz(chapter: str, ids: tuple[str, ...] = ()) -> Quiz:
-    """Return the true-or-false statements of a chapter ("04"), all that its notebooks answer or those of some ids.
-
-    Raises   ValueError for a chapter that there is not, or an id that the chapter does not answer
-    """
+    """Return statements of a chapter ("04") to judge, all or those of ids; raises ValueError for what it has not."""
     found = claims(chapter=chapter)
     foreign = [claim.id for claim in claims_named(ids) if claim not in found]
     if foreign:
@@ -95,22 +92,18 @@ def claims_page() -> str:
     for topic in TOPICS:
         chapter = told(f"(in chapter {TOPICS[topic]})") if TOPICS[topic] else ""
         parts.append(f"## {told(NAMES[topic])} {chapter}".rstrip() + "\n")
-        wrong = claims(topic, "wrong")
-        if wrong:
-            parts += [_row(*map(told, ("wrong", "what comes out", "what to say"))), "|---|---|---|"]
-            parts += [_row(f"{claim.id}: {told(claim.claim)}", *texts_of(claim)) for claim in wrong]
-            parts.append("")
-        conditional = claims(topic, "right-if") + claims(topic, "ambiguous")
-        if conditional:
-            parts += [_row(*map(told, ("said", "verdict", "what comes out"))), "|---|---|---|"]
-            for claim in conditional:
-                answer, say = texts_of(claim)
-                parts.append(_row(f"{claim.id}: {told(claim.claim)}", _verdict_of(claim), f"{answer}. {say}"))
-            parts.append("")
+        wrong, conditional = claims(topic, "wrong"), claims(topic, "right-if") + claims(topic, "ambiguous")
+        rows = [(claim, *texts_of(claim)) for claim in wrong]
+        parts += _table(("wrong", "what comes out", "what to say"), rows)
+        rows = [(claim, _verdict_of(claim), "{}. {}".format(*texts_of(claim))) for claim in conditional]
+        parts += _table(("said", "verdict", "what comes out"), rows)
         if right := claims(topic, "right"):
             parts += [f"{told('Right')}: {_ids(right)}.", ""]
     return "\n".join(parts)
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.strip().replace('|', '/') for cell in cells)} |"
+def _table(head: tuple[str, ...], rows: list[tuple[Claim, str, str]]) -> list[str]:
+    """Lines of a table in Markdown: of each claim its words and two more cells."""
+    lines = [list(map(told, head)), *([f"{claim.id}: {told(claim.claim)}", *cells] for claim, *cells in rows)]
+    lines = [f"| {' | '.join(cell.strip().replace('|', '/') for cell in line)} |" for line in lines]
+    return [lines[0], "|---|---|---|", *lines[1:], ""] if rows else []

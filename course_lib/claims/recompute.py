@@ -51,7 +51,8 @@ def meets(stated: object, value: object, tolerance: float) -> bool:
 
 def computed(claim: Claim, arguments: dict) -> dict:
     """Run a claim's computation; return what it states or tells of the values, by name."""
-    names = vars(formulas) | arguments
+    names = {name: value for module in (*formulas.MODULES, formulas) for name, value in vars(module).items()}
+    names |= arguments
     (*_, last) = ast.parse(claim.compute).body
     if isinstance(last, ast.Expr):
         values = eval(claim.compute, names)

@@ -1,6 +1,7 @@
 """The command `course`.
 
 commands.py      the subcommands and their options; none needs torch to tell its help
+help.py          `--help` in the reader's language
 doctor.py        what this machine can run
 notebooks.py     a chapter without a browser; notebooks in a folder of the learner's
 demo.py          one table: one process against 2 and 4 ranks

@@ -12,9 +12,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 
+from docstring_parser import parse  # tyro's
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 from tyro.extras import SubcommandApp
 
@@ -22,13 +23,14 @@ from course_lib.cli.claims import list_claims
 from course_lib.cli.cluster import cluster
 from course_lib.cli.gpu_report import gpu_report
 from course_lib.cli.grade import grade
+from course_lib.cli.help import speak_help
 from course_lib.cli.lab import lab
 from course_lib.cli.notebooks import new_course, run_chapter
 from course_lib.cli.plan import plan_layout
 from course_lib.cli.predict import calibrate_cluster, predict_runs
 from course_lib.cli.simulate import simulate_layout
 from course_lib.cli.watch import watch
-from course_lib.language import speak
+from course_lib.language import speak, told
 from course_lib.train.options import Options
 
 _DESCRIPTION = """How large language models are trained on many GPUs.
@@ -95,7 +97,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what cannot be is one line that says what to do, and exit code 2."""
-    speak()
+    speak_help()
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"course {importlib.metadata.version('course-lib')}")
@@ -106,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("the current folder has been removed; cd to one that is there")
         if empty := [word for word in argv if re.fullmatch(r"(--[\w-]+=)?\s*", word)]:
             raise ValueError(f"{empty[0]!r} among the arguments is empty; give a value, or leave it out")
-        code = _read(argv)()
+        command = _read(argv)
+        speak()
+        code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # who reads has seen enough: course claims | head
@@ -116,8 +120,19 @@ def main(argv: list[str] | None = None) -> int:
         if not _is_told(error):
             raise
         advice = "; make room, or give a place on another disk" if isinstance(error, OSError) else ""
-        print(f"course {argv[0]}: {error}{advice}", file=sys.stderr)
+        print(told(f"course {argv[0]}: {error}{advice}"), file=sys.stderr)
         return 2
+
+
+def help_texts() -> list[str]:
+    """Return all that the helps of the commands say: the Korean catalogue has an entry for each."""
+    texts = speak_help()
+    for words in ([], *([name] for name in COMMANDS), ["cluster", "init"], ["cluster", "check"]):
+        with redirect_stdout(io.StringIO()), suppress(SystemExit):
+            main([*words, "--help"])
+    for command in COMMANDS.values():
+        texts += (argument.description for argument in parse(command.__doc__).params)
+    return [text for text in dict.fromkeys(texts) if " " in text]
 
 
 def _with_limit(argv: list[str]) -> list[str]:

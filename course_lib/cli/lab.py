@@ -12,6 +12,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from course_lib.labs.answers import answer_sheet
 from course_lib.labs.sheet import Nodes, form, sheet
 from course_lib.labs.table import LABS, lab_named
+from course_lib.language import told
 from course_lib.validate import read_json, writable
 
 
@@ -47,5 +48,5 @@ def lab(
         if folder is None:
             print(text)
         else:
-            (folder / f"{one.chapter}{'-answers' * answers}.md").write_text(text, encoding="utf-8")
+            (folder / f"{one.chapter}{'-answers' * answers}.md").write_text(told(text), encoding="utf-8")
     return 0

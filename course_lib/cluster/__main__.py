@@ -7,6 +7,7 @@ import json
 import os
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -39,8 +40,6 @@ def _run_check(options: Check) -> int:
 
 def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
     """The links that this machine's GPUs should have; None on a CPU, whose loopback no table has."""
-    import torch
-
     if rank_device().type != "cuda" or between is None:
         return None
     properties = torch.cuda.get_device_properties(rank_device())
@@ -50,9 +49,8 @@ def _cluster_here(between, gpus_per_node: int) -> Cluster | None:
 
 def run_as_script(options: Check | None = None) -> NoReturn:
     """Check, and end this process with the exit code; without options they are read from the command line."""
-    run_script(
-        "course_lib.cluster", lambda: _run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
-    )
+    name = "course_lib.cluster"
+    run_script(name, lambda: _run_check(options or tyro.cli(Check, prog=f"python -m {name}")))
 
 
 if __name__ == "__main__":

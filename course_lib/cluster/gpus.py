@@ -19,9 +19,7 @@ _SLOWED_BY = {
 
 def look_at_gpu(device: torch.device) -> dict | None:
     """Return what NVML says of a rank's GPU, found by its id; None for the CPU, or where there is no NVML."""
-    if device.type != "cuda":
-        return None
-    return ask_nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return ask_nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}") if device.type == "cuda" else None
 
 
 @checked
@@ -48,13 +46,12 @@ def ask_nvml(uuid: str) -> dict | None:
     try:
         gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
         reasons = told(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         return {
             "temperature_c": told(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             "clock_mhz": told(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
             "most_clock_mhz": told(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-            "ecc_errors": told(
-                nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            ),
+            "ecc_errors": told(nvml.nvmlDeviceGetTotalEccErrors, uncorrected, nvml.NVML_VOLATILE_ECC),
             "slowed_by": [text for bit, text in _SLOWED_BY.items() if reasons & bit],
         }
     except nvml.NVMLError:  # a slice of a GPU, whose id NVML takes for none

@@ -103,27 +103,19 @@ def judge(
     count = len(set(hosts))
     first = of_ranks[0]
     title = (
-        f"{len(of_ranks)} ranks on {count} host{'s' if count > 1 else ''}, {first['backend']}, {first['device']}; "
+        f"{len(of_ranks)} ranks on {count} host{'s' * (count > 1)}, {first['backend']}, {first['device']}; "
         f"layout {layout}; messages of {first['message_bytes'] / 10**6:g} MB"
     )
     return Report(title, tuple(rows))
 
 
-@dataclass(frozen=True)
-class Slower:
-    """How many times the median of all others one takes, and whether that is a fault."""
-
-    times: float
-    wrong: bool
-
-
 @checked
-def compare_seconds(seconds: Mapping, limits: Limits = Limits()) -> dict:
-    """Compare each with the median of all others; one that is alone is compared with itself."""
+def compare_seconds(seconds: Mapping, limits: Limits = Limits()) -> dict[object, tuple[float, bool]]:
+    """Return of each how many times the median of all others it takes (alone: 1), and whether that is a fault."""
     found = {}
     for key, value in seconds.items():
         usual = median([other for at, other in seconds.items() if at != key] or [value])
-        found[key] = Slower(value / usual, value > limits.slower_than * usual and value - usual > limits.noise_s)
+        found[key] = value / usual, value > limits.slower_than * usual and value - usual > limits.noise_s
     return found
 
 
@@ -159,50 +151,39 @@ def _folder(of_ranks: Sequence[Mapping], hosts: Sequence[str]) -> list[Finding]:
 
 def _clocks(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     rows = []
-    for rank, one in enumerate(of_ranks):
-        if (clock := one["clock"]) is None:
-            continue
+    for rank, clock in ((rank, one["clock"]) for rank, one in enumerate(of_ranks) if one["clock"]):
         offset, error = clock["offset_s"], clock["error_s"]
         wrong = abs(offset) - error > limits.clock_s
-        fault = (
-            f"the clock of {hosts[rank]} is {offset:+.1f} s off that of {hosts[0]}: is it synchronised?"
-            if wrong
-            else ""
-        )
-        rows.append(Finding("clock", hosts[rank], f"{offset:+.4f} s", f"known to {error:.4f} s", fault, abs(offset)))
+        fault = f"the clock of {hosts[rank]} is {offset:+.1f} s off that of {hosts[0]}: is it synchronised?"
+        measured, compared = f"{offset:+.4f} s", f"known to {error:.4f} s"
+        rows.append(Finding("clock", hosts[rank], measured, compared, fault if wrong else "", abs(offset)))
     return rows or [Finding("clock", "", "", "one host: nothing to compare")]
 
 
 def _gpus(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     rows = []
-    for rank, one in enumerate(of_ranks):
-        if (gpu := one["gpu"]) is None:
-            continue
-        wrong = list(gpu["slowed_by"])
+    for rank, gpu in ((rank, one["gpu"]) for rank, one in enumerate(of_ranks) if one["gpu"]):
+        wrong, celsius = list(gpu["slowed_by"]), gpu["temperature_c"]
         if gpu["ecc_errors"]:
             wrong.append(f"{gpu['ecc_errors']} uncorrected ECC errors since its driver was loaded")
-        if (gpu["temperature_c"] or 0) > limits.temperature_c:
-            wrong.append(f"{gpu['temperature_c']} C")
+        if (celsius or 0) > limits.temperature_c:
+            wrong.append(f"{celsius} C")
         fault = f"the GPU of {_name(rank, hosts)}: {'; '.join(wrong)}" if wrong else ""
         clocks = f"{gpu['clock_mhz']} of {gpu['most_clock_mhz']} MHz"
-        rows.append(
-            Finding("GPU", f"rank {rank}", clocks, f"{gpu['temperature_c']} C", fault, gpu["temperature_c"] or 0)
-        )
-    if not rows:
-        return [Finding("GPU", "", "", "no NVML: not looked at")]
+        rows.append(Finding("GPU", f"rank {rank}", clocks, f"{celsius} C", fault, celsius or 0))
     blind = len(of_ranks) - len(rows)
-    return rows + ([Finding("GPU", f"{blind} ranks", "", "no NVML: not looked at")] if blind else [])
+    where = f"{blind} ranks" if rows else ""
+    return [*rows, Finding("GPU", where, "", "no NVML: not looked at")] if blind else rows
 
 
 def _computing(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) -> list[Finding]:
     seconds = {rank: min(one["compute_s"]) for rank, one in enumerate(of_ranks)}
     rows = []
-    for rank, slower in compare_seconds(seconds, limits).items():
-        times = slower.times
+    for rank, (times, wrong) in compare_seconds(seconds, limits).items():
         fault = f"{_name(rank, hosts)} computes {times:.1f} times slower than the others' median"
         rate = f"{of_ranks[rank]['flops'] / seconds[rank] / 1e12:.3f} TFLOP/s"
         compared = f"{1 / times:.2f} of the others' median" if len(seconds) > 1 else "the only rank"
-        rows.append(Finding("computing", f"rank {rank}", rate, compared, fault if slower.wrong else "", times))
+        rows.append(Finding("computing", f"rank {rank}", rate, compared, fault if wrong else "", times))
     return rows
 
 
@@ -214,33 +195,26 @@ def _links(of_ranks: Sequence[Mapping], hosts: Sequence[str], limits: Limits) ->
     of_node, size = of_ranks[0]["ranks_per_node"], of_ranks[0]["message_bytes"]
     rows = []
     for kind in ("inside a node", "between nodes"):
-        here = {pair: s for pair, s in seconds.items() if _crosses(pair, of_node) == (kind == "between nodes")}
-        slower = compare_seconds(here, limits)
-        slow = {pair for pair, found in slower.items() if found.wrong}
-        slow_ranks = {rank for pair in slow for rank in pair if _all_slow(rank, here, slow)}
-        for pair in sorted(slower):
-            (low, high), times, fault = pair, slower[pair].times, ""
-            if named := [rank for rank in pair if rank in slow_ranks]:
+        here = {pair: s for pair, s in seconds.items() if _kind_of_link(pair, of_node) == kind}
+        compared = compare_seconds(here, limits)
+        slow = {pair for pair, (_, wrong) in compared.items() if wrong}
+        of_rank = {rank: {pair for pair in here if rank in pair} for rank in range(len(of_ranks))}
+        for pair, (times, _) in sorted(compared.items()):
+            (low, high), fault = pair, ""
+            if named := [rank for rank in pair if len(of_rank[rank]) > 1 and of_rank[rank] <= slow]:
                 fault = f"every link of {_name(named[0], hosts)} is slow: this one {times:.1f} times the others' median"
             elif pair in slow:
                 fault = (
                     f"the link between {_name(low, hosts)} and {_name(high, hosts)} is {times:.1f} times slower than "
                     "the median of the others"
                 )
-            rate = _rate(size / here[pair])
-            rows.append(
-                Finding("link", f"{low} - {high}, {kind}", rate, f"{1 / times:.2f} of the others' median", fault, times)
-            )
+            where, rate = f"{low} - {high}, {kind}", _rate(size / here[pair])
+            rows.append(Finding("link", where, rate, f"{1 / times:.2f} of the others' median", fault, times))
     return rows
 
 
-def _crosses(pair: tuple[int, int], ranks_per_node: int) -> bool:
-    return pair[0] // ranks_per_node != pair[1] // ranks_per_node
-
-
-def _all_slow(rank: int, pairs: Mapping, slow: set) -> bool:
-    of_rank = {pair for pair in pairs if rank in pair}
-    return len(of_rank) > 1 and of_rank <= slow
+def _kind_of_link(pair: tuple[int, int], ranks_per_node: int) -> str:
+    return "inside a node" if pair[0] // ranks_per_node == pair[1] // ranks_per_node else "between nodes"
 
 
 def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster | None) -> list[Finding]:
@@ -255,27 +229,20 @@ def _collectives(of_ranks: Sequence[Mapping], limits: Limits, cluster: Cluster |
             for group in sorted(groups):
                 rounds = zip(*(of_ranks[rank]["collectives"][axis]["seconds"][name] for rank in group), strict=True)
                 seconds[group] = min(map(max, rounds))
-            slower = compare_seconds(seconds, limits)
-            for group, found in seconds.items():
+            for group, (times, wrong) in compare_seconds(seconds, limits).items():
                 ranks = ", ".join(map(str, group)) if len(group) <= 4 else f"{group[0]}, {group[1]} .. {group[-1]}"
-                bus = bus_bandwidth(name, payload, found, len(group))
-                compared, share, fault = "the only group", 1.0, ""
-                if len(seconds) > 1:
-                    share = 1 / slower[group].times
-                    compared = f"{share:.2f} of the other groups' median"
-                    if slower[group].wrong:
-                        times = slower[group].times
-                        fault = f"{name} over {axis} is {times:.1f} times slower in ranks {ranks} than in others"
+                bus, share = bus_bandwidth(name, payload, seconds[group], len(group)), 1 / times
+                compared = f"{share:.2f} of the other groups' median" if len(seconds) > 1 else "the only group"
+                fault = f"{name} over {axis} is {times:.1f} times slower in ranks {ranks} than in others" * wrong
                 if cluster is not None:
                     modelled = _modelled_s(name, payload, group, cluster, of_node)
-                    share = modelled / found
+                    share = modelled / seconds[group]
                     expected = bus_bandwidth(name, payload, modelled, len(group))
                     compared = f"{share:.2f} of the modelled {_rate(expected)}"
                     if share < limits.least_of_model:
                         fault = f"{name} over {axis} in ranks {ranks} reaches {share:.2f} of the modelled bandwidth"
-                rows.append(
-                    Finding(f"{axis} {name}", f"ranks {ranks}", f"{_rate(bus)} bus", compared, fault, 1 / share)
-                )
+                what, where = f"{axis} {name}", f"ranks {ranks}"
+                rows.append(Finding(what, where, f"{_rate(bus)} bus", compared, fault, 1 / share))
     return rows
 
 

@@ -74,9 +74,8 @@ def check_cluster(probe: Probe, limits: Limits = Limits(), cluster: Cluster | No
 
 def measure(probe: Probe) -> dict:
     """Everything that this rank can tell, made of JSON's kinds."""
-    groups = comm.make_all_groups(
-        probe.layout.mesh, probe.layout.ep, replicas=probe.layout.dp_replicate, folded=probe.layout.folded
-    )
+    layout = probe.layout
+    groups = comm.make_all_groups(layout.mesh, layout.ep, replicas=layout.dp_replicate, folded=layout.folded)
     of_node = probe.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     axes = [axis for axis in (*AXES, "ep") if groups.by_axis[axis].size() > 1]
     return {
@@ -97,8 +96,6 @@ def measure(probe: Probe) -> dict:
 
 
 # --- what is here
-
-
 def host_name() -> str:
     """The node as Slurm names it, otherwise as it names itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -124,8 +121,6 @@ def versions() -> dict[str, str]:
 
 
 # --- computing
-
-
 def _compute_seconds(probe: Probe) -> list[float]:
     """Of one multiplication of two matrices, all ranks at once: in BF16 on a GPU, in FP32 on the CPU."""
     device = rank_device()
@@ -153,8 +148,6 @@ def timed(work: Callable[[], object], rounds: int, group: dist.ProcessGroup | No
 
 
 # --- collectives and links
-
-
 def _collective_seconds(group: dist.ProcessGroup, probe: Probe) -> dict:
     """Seconds of each collective of one group, round by round; payloads as timing/collectives.py counts."""
     size = group.size()
@@ -177,12 +170,10 @@ def pairs_of(world_size: Size, ranks_per_node: Size) -> list[tuple[int, int]]:
 
     Source   the rings that NCCL builds with a network port for each GPU
     """
-    nodes = [
-        list(range(first, min(first + ranks_per_node, world_size))) for first in range(0, world_size, ranks_per_node)
-    ]
-    rings = nodes + [list(range(place, world_size, ranks_per_node)) for place in range(min(ranks_per_node, world_size))]
-    pairs = {tuple(sorted((ring[i - 1], ring[i]))) for ring in rings if len(ring) > 1 for i in range(len(ring))}
-    return sorted(pairs)
+    ranks = range(world_size)
+    nodes = [ranks[first : first + ranks_per_node] for first in ranks[::ranks_per_node]]
+    rings = [*nodes, *(ranks[place::ranks_per_node] for place in ranks[:ranks_per_node])]
+    return sorted({tuple(sorted((ring[i - 1], ring[i]))) for ring in rings if len(ring) > 1 for i in range(len(ring))})
 
 
 @checked
@@ -190,11 +181,11 @@ def phases_of(pairs: list) -> list[list[tuple[int, int]]]:
     """Deal pairs out to as few phases as a greedy choice needs, so that no rank is in two pairs of one phase."""
     phases: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = (phase for phase in phases if not {rank for other in phase for rank in other} & set(pair))
-        phase = next(free, None)
-        if phase is None:
-            phases.append(phase := [])
-        phase.append(pair)
+        free = [phase for phase in phases if not {rank for other in phase for rank in other} & set(pair)]
+        if free:
+            free[0].append(pair)
+        else:
+            phases.append([pair])
     return phases
 
 
@@ -224,8 +215,6 @@ def there_and_back(x: torch.Tensor, low: int, high: int) -> None:
 
 
 # --- clocks and folders
-
-
 def now() -> float:
     return time.time()
 
@@ -263,16 +252,15 @@ def _see_shared_folder(folder: str | None) -> dict | None:
 
     Raises   ValueError on every rank if rank 0 cannot write there
     """
+    if folder is None:
+        return None
     rank, world = dist.get_rank(), dist.group.WORLD
-    told = {}
-    if rank == 0 and folder is not None:
-        told = _write_note(Path(folder))
-    told = comm.all_gather_json(told, world)[0]
+    told = comm.all_gather_json(_write_note(Path(folder)) if rank == 0 else {}, world)[0]
     if "refused" in told:
         raise ValueError(f"rank 0 cannot write into {told['refused']}; give a folder that all nodes see with --folder")
-    seen = None if folder is None else {"folder": folder, "seen": sees(Path(folder) / told["name"], told["text"])}
+    seen = {"folder": folder, "seen": sees(Path(folder) / told["name"], told["text"])}
     comm.barrier(world)
-    if rank == 0 and folder is not None:
+    if rank == 0:
         (Path(folder) / told["name"]).unlink()
     return seen
 

@@ -37,9 +37,8 @@ def jobset(site: Site, what: str = "train") -> str:
     layout = f"                    - --layout={layout_of(site)}\n"
     changes = {
         "Kubernetes, 2 pods with 2 ranks each:": f"Kubernetes, {pods} pods with {ranks} ranks each:",
-        "          parallelism: 2\n          completions: 2\n": (
-            f"          parallelism: {pods}\n          completions: {pods}\n"
-        ),
+        "parallelism: 2\n": f"parallelism: {pods}\n",
+        "completions: 2\n": f"completions: {pods}\n",
         "image: course-lib\n": f"image: {site.container}\n" if site.container else None,
         "                    - python\n": f"                    - {site.python}\n",
         "- --nnodes=2\n": f"- --nnodes={pods}\n",
@@ -58,9 +57,6 @@ def jobset(site: Site, what: str = "train") -> str:
     start, end = text.index(job), text.index("                  env:\n")
     check = f"                    - course_lib.cluster\n{layout}                    - --folder=/shared\n"
     text = text[:start] + check + text[end:]
-    return (
-        text.replace("course-train", "course-check")
-        .replace("-f train.yaml", "-f check.yaml")
-        .replace("# The trainer of this course", "# The check before a long job")
-        .replace("maxRestarts: 3", "maxRestarts: 0")
-    )
+    text = text.replace("course-train", "course-check").replace("-f train.yaml", "-f check.yaml")
+    text = text.replace("# The trainer of this course", "# The check before a long job")
+    return text.replace("maxRestarts: 3", "maxRestarts: 0")

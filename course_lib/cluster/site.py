@@ -15,6 +15,7 @@ from course_lib.validate import Count, Size, check_fields, checked, writable
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "train.sbatch"
 WORD = re.compile(r"[\w.,:=@%+^/~-]+")  # nothing that bash, sbatch or TOML reads as more than a name
+TITLE = "# The trainer of this course on 2 nodes with 2 ranks each:   sbatch train.sbatch\n"  # of the template
 CHECK = """    -m course_lib.cluster --layout "$LAYOUT" --folder "$SLURM_SUBMIT_DIR"\n"""
 
 
@@ -67,22 +68,13 @@ class Site:
         """
         from course_lib.launch import Slurm  # needs torch
 
-        return Slurm(
-            nodes=self.nodes,
-            ntasks_per_node=ntasks_per_node or self.num_gpus or 2,
-            partition=self.partition,
-            account=self.account,
-            gpus_per_node=self.num_gpus,
-            **more,
-        )
+        per_node = ntasks_per_node or self.num_gpus or 2
+        return Slurm(self.nodes, per_node, self.partition, self.num_gpus, account=self.account, **more)
 
     def to_toml(self) -> str:
         """Return the text of site.toml: a line for each field that is not left out."""
         lines = ["# What `course cluster init` was told; the scripts beside it were written from this."]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value not in (None, ()):
-                lines.append(f"{field.name} = {json.dumps(value)}")
+        lines += [f"{name} = {json.dumps(value)}" for name, value in vars(self).items() if value not in (None, ())]
         return "\n".join(lines) + "\n"
 
 
@@ -117,12 +109,10 @@ def batch_script(site: Site, what: str = "train") -> str:
     options = []
     if site.container:
         options = [f"--container-image={site.container}", '--container-mounts="$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"']
+    nodes, ranks = site.nodes, site.num_gpus or 2
     changes = {
-        "#SBATCH --nodes=2\n": f"#SBATCH --nodes={site.nodes}\n",
-        "# The trainer of this course on 2 nodes with 2 ranks each:   sbatch train.sbatch\n": (
-            f"# The trainer of this course on {site.nodes} nodes with {site.num_gpus or 2} ranks each:   "
-            "sbatch train.sbatch\n"
-        ),
+        "#SBATCH --nodes=2\n": f"#SBATCH --nodes={nodes}\n",
+        TITLE: f"# The trainer of this course on {nodes} nodes with {ranks} ranks each:   sbatch train.sbatch\n",
         "#SBATCH --cpus-per-task=2\n": f"#SBATCH --cpus-per-task={(site.num_gpus or 0) * site.cpus_per_gpu or 2}\n",
         "##SBATCH --gpus-per-node=2\n": f"#SBATCH --{gpus}\n" if site.num_gpus else None,
         "##SBATCH --partition=gpu\n": f"#SBATCH --partition={site.partition}\n" if site.partition else None,
@@ -140,9 +130,7 @@ def batch_script(site: Site, what: str = "train") -> str:
             "#SBATCH --job-name=course-train\n": "#SBATCH --job-name=course-check\n",
             "#SBATCH --requeue\n": "#SBATCH --no-requeue\n",
             "    --max-restarts=3 \\\n": "    --max-restarts=0 \\\n",
-            "# The trainer of this course on 2 nodes with 2 ranks each:   sbatch train.sbatch\n": (
-                "# The check before a long job, on its nodes:   sbatch check.sbatch\n"
-            ),
+            TITLE: "# The check before a long job, on its nodes:   sbatch check.sbatch\n",
             next(line for line in text.splitlines(keepends=True) if line.startswith("    -m course_lib.train")): CHECK,
         }
     return replaced(TEMPLATE, changes)
@@ -197,8 +185,7 @@ def write_site(
     """
     texts = {"site.toml": site.to_toml()}
     texts |= {name: job(site, name.partition(".")[0]) for name in names}
-    there = [name for name in texts if (folder / name).exists()]
-    if there and not force:
+    if not force and (there := [name for name in texts if (folder / name).exists()]):
         raise ValueError(f"{folder} already has {', '.join(there)}; give another folder, or --force to overwrite")
     writable("folder", folder)
     for name, text in texts.items():

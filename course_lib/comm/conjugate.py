@@ -153,8 +153,6 @@ def join(x_shard: Tensor, group: Group, dim: int, size: int | None = None) -> Te
 
 
 # ------------------------------------------------------------------------------------ pieces, and how they travel
-
-
 def my_piece(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
     """That part of x along `dim`, as a view."""
     sizes = piece_sizes(x.shape[dim], parts)

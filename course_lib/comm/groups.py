@@ -73,16 +73,12 @@ def make_all_groups(
         if local_only:
             made[axis] = dist.new_group(mine[axis], use_local_synchronization=True)
             continue
-        for ranks in _all_members(mesh, axis, ep_size, replicas, folded):
+        members = (mesh.members(rank, ep_size, replicas, folded)[axis] for rank in range(mesh.world_size))
+        for ranks in (ranks for rank, ranks in enumerate(members) if ranks[0] == rank):
             group = dist.new_group(ranks)
             if ranks == mine[axis]:
                 made[axis] = group
     return Groups(**made, world=dist.group.WORLD, mesh=mesh, ep_size=ep_size)
-
-
-def _all_members(mesh: Mesh, axis: str, *cut: int) -> list[list[int]]:
-    members = (mesh.members(rank, *cut)[axis] for rank in range(mesh.world_size))
-    return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
 
 
 def _check_world(mesh: Mesh) -> None:

@@ -14,11 +14,8 @@ from torch import Tensor
 from course_lib.comm.collectives import all_gather
 from course_lib.devices import rank_device
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
-                  torch.bool)
-}  # fmt: skip
+_NAMES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+DTYPES = {name: getattr(torch, name) for name in _NAMES}
 _MAX_BYTES = 1 << 34  # of one rank: more is a mistake, or comes from somebody who is no rank
 
 

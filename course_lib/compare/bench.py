@@ -5,12 +5,11 @@ PyTorch's time over ours: 1.1 means that ours is a tenth faster. Reported is the
 the middle half of them. Seconds on a CPU say nothing of clusters; that the hand-written code wastes none, they do say.
 """
 
+import importlib
 import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -18,42 +17,17 @@ import torch.distributed as dist
 from course_lib import model
 from course_lib.config import preset
 from course_lib.launch import launch
-from course_lib.native import context as native_context
-from course_lib.native import data as native_data
-from course_lib.native import expert as native_expert
-from course_lib.native import pipeline as native_pipeline
-from course_lib.native import sequence as native_sequence
-from course_lib.native import tensor as native_tensor
-from course_lib.native import zero as native_zero
-from course_lib.parallel import context as parallel_context
-from course_lib.parallel import data as parallel_data
-from course_lib.parallel import expert as parallel_expert
-from course_lib.parallel import pipeline as parallel_pipeline
-from course_lib.parallel import sequence as parallel_sequence
-from course_lib.parallel import tensor as parallel_tensor
-from course_lib.parallel import zero as parallel_zero
 from course_lib.parallel.engine import accumulate_gradients
 from course_lib.validate import LARGEST_SIZE, whole
 
-
-@dataclass(frozen=True)
-class Technique:
-    """Two modules with the same calls, and on what they are timed. A pipeline needs a micro-batch for each rank."""
-
-    scratch: ModuleType
-    pytorch: ModuleType
-    preset: str = "mini"
-    micro_batches: int = 1
-
-
-TECHNIQUES = {
-    "data": Technique(parallel_data, native_data),
-    "zero": Technique(parallel_zero, native_zero),  # stage 3, and FSDP2
-    "tensor": Technique(parallel_tensor, native_tensor),  # by hand, and DTensor
-    "sequence": Technique(parallel_sequence, native_sequence),
-    "context": Technique(parallel_context, native_context),  # a ring, zigzag
-    "pipeline": Technique(parallel_pipeline, native_pipeline, micro_batches=4),  # 1F1B, one stage a rank
-    "expert": Technique(parallel_expert, native_expert, preset="mini-moe"),  # experts over all ranks
+TECHNIQUES = {  # modules of parallel/ and of native/ with the same calls: the preset and micro-batches that are timed
+    "data": ("mini", 1),
+    "zero": ("mini", 1),  # stage 3, and FSDP2
+    "tensor": ("mini", 1),  # by hand, and DTensor
+    "sequence": ("mini", 1),
+    "context": ("mini", 1),  # a ring, zigzag
+    "pipeline": ("mini", 4),  # 1F1B, one stage a rank; it needs a micro-batch for each rank
+    "expert": ("mini-moe", 1),  # experts over all ranks
 }
 _LOWEST_RATIO = 0.9  # what `--check` asks for
 ROUNDS = 30
@@ -70,8 +44,7 @@ def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4)
     Raises   ValueError for an unknown technique, or fewer than 2 rounds
     """
     names = list(TECHNIQUES) if techniques is None else list(techniques)
-    unknown = sorted(set(names) - set(TECHNIQUES))
-    if unknown:
+    if unknown := sorted(set(names) - set(TECHNIQUES)):
         raise ValueError(f"techniques {unknown} are unknown; choose from {', '.join(TECHNIQUES)}")
     whole("rounds", rounds, least=2, most=LARGEST_SIZE)  # a spread needs two
     return [summarise(name, size, launch(times, size, name, rounds, quiet=True)) for name in names for size in ranks]
@@ -79,11 +52,11 @@ def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4)
 
 def times(technique: str, rounds: int) -> list[tuple[float, float]]:
     """In a rank: seconds of a step (from scratch, PyTorch's own) in each round; who goes first alternates."""
-    timed, group = TECHNIQUES[technique], dist.group.WORLD
-    modules = (timed.scratch, timed.pytorch)
-    engines = [module.build(model.build(preset(timed.preset)), group) for module in modules]
+    (name, num_micro_batches), group = TECHNIQUES[technique], dist.group.WORLD
+    modules = [importlib.import_module(f"course_lib.{side}.{technique}") for side in ("parallel", "native")]
+    engines = [module.build(model.build(preset(name)), group) for module in modules]
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
-    batches = [torch.randint(256, (1, 65), generator=generator) for _ in range(timed.micro_batches)]
+    batches = [torch.randint(256, (1, 65), generator=generator) for _ in range(num_micro_batches)]
     micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in batches]
     measured = []
     for index in range(rounds + WARM_UP_ROUNDS):
@@ -102,9 +75,8 @@ def summarise(technique: str, ranks: int, seconds_of_rank: Sequence[Sequence[tup
     """A step takes as long as its slowest rank; the ratio is taken round by round, then its median and quartiles."""
     slowest = [[max(pair) for pair in zip(*of_rounds, strict=True)] for of_rounds in zip(*seconds_of_rank, strict=True)]
     scratch_s, pytorch_s = ([pair[side] for pair in slowest] for side in (0, 1))
-    lower, middle, upper = statistics.quantiles(
-        [p / s for s, p in zip(scratch_s, pytorch_s, strict=True)], n=4, method="inclusive"
-    )
+    ratios = [pytorch / scratch for scratch, pytorch in slowest]
+    lower, middle, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
         "technique": technique,
         "ranks": ranks,

@@ -71,8 +71,6 @@ def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]
 
 
 # ------------------------------------------------------------------------------------ on each rank
-
-
 def _one_rank(
     config: ModelConfig,
     layout: Layout,

@@ -7,7 +7,7 @@ run.kept_bytes, run.flops, run.timeline.peak_bytes
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -122,8 +122,6 @@ def _right_gradients(unchanged: OnePass) -> Tensor:
 
 
 # --- a trainer: trainer(model, make_optimizer) as in precision.py, with backward(loss), update(), params, optimizer
-
-
 @dataclass(frozen=True)
 class TinyTraining:
     """What a short training left: the loss of each step, the share of parameters that moved, bytes by kind.
@@ -190,28 +188,23 @@ def _held_bytes(trainer, model: nn.Module) -> dict[str, int]:
     masters = [param for group in trainer.optimizer.param_groups for param in group["params"]]
     masters = [master for master in masters if not any(master is param for param in params)]
     states = [tensor for states in trainer.optimizer.state.values() for tensor in tree_leaves(states)]
-    return {
-        "parameters": _nbytes(params + stored),
-        "gradients": _nbytes(param.grad for param in params if param.grad is not None),
-        "optimizer": _nbytes(masters) + _nbytes(state for state in states if torch.is_tensor(state) and state.dim()),
+    kinds = {
+        "parameters": params + stored,
+        "gradients": [param.grad for param in params if param.grad is not None],
+        "optimizer": masters + [state for state in states if torch.is_tensor(state) and state.dim()],
     }
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()}
 
 
 @checked
-def train_experts(
-    layer: Callable = MoE, balance: Callable | None = None, coefficient: Positive = 0.01, steps: Size = 100
-) -> MoeRun:
+def train_experts(layer: Callable = MoE, balance: Callable | None = None, coefficient: Positive = 0.01) -> MoeRun:
     """Train a small Llama with layers as in moe.py on real text; count how many assignments fell on each expert.
 
     balance     a function of (logits_TE, expert_Tk), added to the loss of each layer, times the coefficient
     """
     model, text_T, counts, losses = put_experts(build(MOE_CONFIG), layer), tokens(), [], []
     optimizer, layers = make_optimizer(model), [block.mlp for block in model.blocks]
-    for step in range(steps):
+    for step in range(100):
         optimizer.zero_grad()
         loss = loss_of(model, *batch(text_T, step, 8, 64))
         if balance is not None:
@@ -227,8 +220,6 @@ def train_experts(
 
 
 # --- the largest number of bytes alive in a step, as PyTorch counts it
-
-
 @checked
 def peak_by_torch(step: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Run step() under PyTorch's own tracker and return its peak in bytes, on the model's device."""

@@ -1,7 +1,5 @@
 """Predicted beside measured: train a model for real under the tracker and lay its bytes on the formulas."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 
@@ -85,12 +83,11 @@ class Comparison:
     def __str__(self) -> str:
         ranks = self.num_ranks
         where = f"{ranks} ranks, rank 0 shown" if ranks > 1 else "one rank"
-        said = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
-        if self.unequal:
-            rank, row = self.unequal[0]
-            said = f"Rank {rank} differs, {row.kind}: {row.measured_bytes:,} bytes instead of {row.predicted_bytes:,}"
+        told = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
+        for rank, row in self.unequal[:1]:
+            told = f"Rank {rank} differs, {row.kind}: {row.measured_bytes:,} bytes instead of {row.predicted_bytes:,}"
         return (
-            f"Measured in {self.seconds:.1f} s on {where}: {self.what}. {said}. "
+            f"Measured in {self.seconds:.1f} s on {where}: {self.what}. {told}. "
             "Activations and temporary bytes are estimates."
         )
 

@@ -12,7 +12,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -91,17 +91,8 @@ class Record:
             self.calls[collective] = self.calls.get(collective, 0) + count
 
 
-@dataclass(frozen=True)
-class Records(Sequence):
+class Records(list[Record]):
     """The records of all ranks: run[0] is that of rank 0."""
-
-    ranks: list[Record]
-
-    def __getitem__(self, rank: int) -> Record:
-        return self.ranks[rank]
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
     @property
     def difference(self) -> float:
@@ -116,7 +107,6 @@ class Records(Sequence):
 
     @property
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sent."""
         return [sum(record.sent.values()) for record in self]
 
     @property
@@ -134,11 +124,10 @@ def on_ranks(
     trial     one of trials.py: trial(record, program, **options) is called in each rank
     backend   "gloo" keeps the ranks on the CPU
     """
-    where = {"backend": backend, "timeout": _TIME_LIMIT_S, "quiet": backend == "gloo"}
-    return Records(list(launch(_on_a_rank, world_size, trial, program, options, **where)))
 
+    def of_rank() -> Record:
+        record = Record()
+        trial(record, program, **options)
+        return record
 
-def _on_a_rank(trial: Callable, program: Callable, options: dict) -> Record:
-    record = Record()
-    trial(record, program, **options)
-    return record
+    return Records(launch(of_rank, world_size, backend=backend, timeout=_TIME_LIMIT_S, quiet=backend == "gloo"))

@@ -46,14 +46,13 @@ from course_lib.validate import checked
 
 CONFIG = preset("toy")
 SEQUENCES, SEQ_LEN = 12, 32  # the global batch of a step
+Batches = Sequence[tuple[Tensor, Tensor]]  # micro-batches: token ids and targets
 sgd = partial(torch.optim.SGD, lr=0.1)
 adamw = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
 master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
 
 
 # --- all-reduces
-
-
 def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None:
     """Compare with the sum that one process computes, and that the input stayed; count bytes of float32."""
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -67,11 +66,7 @@ def as_sum(record: Record, all_reduce: Callable, num_elements: int = 10) -> None
 
 
 # --- trainers of a whole model
-
-
-def as_trainer(
-    record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> None:
+def as_trainer(record: Record, trainer: type, num_micro_batches: int = 1) -> None:
     """Compare the loss, each gradient, and the parameters after two steps of AdamW; count what a step sends.
 
     A gradient is what a step of SGD took away, which shows a wrong factor that AdamW's first step hides. Each rank
@@ -79,11 +74,11 @@ def as_trainer(
 
     Raises   ValueError if full_parameters() lacks or adds a parameter
     """
-    parts = partial(micro_batches_of_rank, trainer=trainer, sequences=sequences, seq_len=seq_len)
+    parts = partial(micro_batches_of_rank, num_micro_batches=num_micro_batches, trainer=trainer)
     before, config = dict(build(config_of(trainer), dtype=torch.float64).named_parameters()), config_of(trainer)
     for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
-        right_loss, model = _rank_0_alone(config, global_batches(steps, sequences, seq_len), make_optimizer)
-        loss, full = trained(trainer, make_optimizer, steps, lambda step: parts(step, num_micro_batches))
+        right_loss, model = _rank_0_alone(config, global_batches(steps), make_optimizer)
+        loss, full = trained(trainer, make_optimizer, steps, parts)
         right = dict(model.named_parameters())
         if full.keys() != right.keys():
             raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ right.keys())}; return all")
@@ -93,18 +88,16 @@ def as_trainer(
             for name, param in right.items():
                 record.match(name, before[name] - full[name], before[name] - param)
     record.match("after AdamW", _flat(full), _flat(right))
-    count_bytes(record, trainer, parts(0, num_micro_batches))
+    count_bytes(record, trainer, parts(0))
 
 
-def as_counted_trainer(
-    record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> None:
+def as_counted_trainer(record: Record, trainer: type, num_micro_batches: int = 1, sequences: int = SEQUENCES) -> None:
     """Count what is sent in a step and held over the next one, and compare nothing."""
-    parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences, seq_len) for step in range(2)]
+    parts = [micro_batches_of_rank(step, num_micro_batches, trainer, sequences) for step in range(2)]
     count_bytes(record, trainer, *parts)
 
 
-def count_bytes(record: Record, trainer: type, *steps: Sequence[tuple[Tensor, Tensor]]) -> None:
+def count_bytes(record: Record, trainer: type, *steps: Batches) -> None:
     """Count what a trainer sends in its first step, and what it holds in its second, if there is one."""
     made = trainer(build(config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
     with record.metered("a step"):
@@ -122,16 +115,16 @@ def count_bytes(record: Record, trainer: type, *steps: Sequence[tuple[Tensor, Te
 
 def micro_batches_of_rank(
     step: int, num_micro_batches: int, trainer: object = None, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
-) -> list[tuple[Tensor, Tensor]]:
+) -> Batches:
     """Return this rank's sequences of the global batch of a step: all of them where the trainer has `same_tokens`."""
     rank, size = (0, 1) if getattr(trainer, "same_tokens", False) else (dist.get_rank(), dist.get_world_size())
     mine = batch(tokens(100_000), step, sequences, seq_len, dp_rank=rank, dp_size=size)
     return micro_batches(*mine, num_micro_batches)
 
 
-def global_batches(steps: int, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN) -> list[list[tuple[Tensor, Tensor]]]:
+def global_batches(steps: int) -> list[Batches]:
     """Return the global batch of each step, as one micro-batch."""
-    return [[batch(tokens(100_000), step, sequences, seq_len)] for step in range(steps)]
+    return [[batch(tokens(100_000), step, SEQUENCES, SEQ_LEN)] for step in range(steps)]
 
 
 def config_of(trainer: type) -> ModelConfig:
@@ -139,9 +132,7 @@ def config_of(trainer: type) -> ModelConfig:
     return getattr(trainer, "config", CONFIG)
 
 
-def trained(
-    trainer: type, make_optimizer: Callable, steps: int, parts_of_step: Callable
-) -> tuple[Tensor | None, dict[str, Tensor]]:
+def trained(trainer: type, make_optimizer: Callable, steps: int, parts_of_step: Callable) -> tuple[Tensor | None, dict]:
     """Train in float64; return the first loss, of a trainer that has one, and all parameters at the end."""
     made = trainer(build(config_of(trainer), dtype=torch.float64), make_optimizer, dist.group.WORLD)
     loss, parts = None, parts_of_step(0)
@@ -154,13 +145,11 @@ def trained(
     return loss, made.full_parameters()
 
 
-def one_process(
-    config: ModelConfig, steps: Sequence[Sequence[tuple[Tensor, Tensor]]], make_optimizer: Callable = sgd
-) -> tuple[Tensor, nn.Module]:
-    """Train on equally large micro-batches of each step without ranks, in float64; return the first loss and the model.
+Trained = tuple[Tensor, nn.Module]  # the first loss, and the model with the mean gradients of the last step
 
-    The model keeps the mean gradients of the last step.
-    """
+
+def one_process(config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd) -> Trained:
+    """Train on equally large micro-batches of each step without ranks, in float64."""
     model, losses = build(config, dtype=torch.float64), []
     optimizer = make_optimizer(model.parameters())
     for parts in steps:
@@ -174,9 +163,7 @@ def one_process(
     return losses[0], model
 
 
-def _rank_0_alone(
-    config: ModelConfig, steps: Sequence[Sequence[tuple[Tensor, Tensor]]], make_optimizer: Callable = sgd
-) -> tuple[Tensor, nn.Module]:
+def _rank_0_alone(config: ModelConfig, steps: Sequence[Batches], make_optimizer: Callable = sgd) -> Trained:
     """Return what one_process returns, computed once: rank 0 trains, and every rank receives its numbers."""
     if dist.get_rank() == 0:
         loss, model = one_process(config, steps, make_optimizer)
@@ -408,7 +395,7 @@ def as_pipeline(record: Record, rank_class: Callable, lists: Sequence[Sequence[s
     record.kept = round(peaks[2] / peaks[1])
 
 
-def pipeline_micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+def pipeline_micro_batches(count: int) -> Batches:
     """Return the micro-batches of a step, which all ranks have."""
     return [batch(tokens(100_000), index, PIPELINE_SEQUENCES, PIPELINE_SEQ_LEN) for index in range(count)]
 
@@ -457,8 +444,6 @@ def _timed(worker) -> list[tuple[float, float]]:
 
 
 # --- experts
-
-
 def as_experts(record: Record, layer: Callable, favourites: Sequence[int] = (), backward: bool = True) -> None:
     """Compare outputs, and gradients of the sum of squares of all ranks' outputs.
 
@@ -485,10 +470,9 @@ def as_experts(record: Record, layer: Callable, favourites: Sequence[int] = (), 
         mine(x_TD).square().sum().backward()
     y_all.square().sum().backward()
     router, right = mine.router.weight.grad, dict(whole.experts.named_parameters())
+    router = None if router is None else comm.all_reduce(router, group)
     record.match_gradient("tokens", x_TD.grad, x_all.grad.chunk(group.size())[rank])
-    record.match_gradient(
-        "router", None if router is None else comm.all_reduce(router, group), whole.router.weight.grad
-    )
+    record.match_gradient("router", router, whole.router.weight.grad)
     pairs = [(param.grad, right[name].grad) for name, param in mine.experts.named_parameters()]
     got, wanted = zip(*((torch.zeros_like(b) if a is None else a, b) for a, b in pairs), strict=True)
     record.match("experts", *(torch.cat([x.flatten() for x in tensors]) for tensors in (got, wanted)))
@@ -543,7 +527,7 @@ def as_rule_of_sums(record: Record, axes_of: Callable, layout: str, steps: int =
         optimizer.zero_grad()
 
 
-def _rows_of(layout: Layout, dp_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
+def _rows_of(layout: Layout, dp_rank: int, step: int) -> Batches:
     """This dp rank's micro-batches of one sequence; the global batch is the same for every layout of as many."""
     x_BS, y_BS = batch(tokens(100_000), step, layout.sequences_per_step, _AXES_SEQ_LEN)
     rows = [layout.dp * index + dp_rank for index in range(layout.micro_batches)]

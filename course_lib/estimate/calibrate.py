@@ -61,10 +61,7 @@ class Calibration(Checked):
 
 @checked
 def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s: Sequence[Positive]) -> Calibration:
-    """Fit the factors that bring predicted steps nearest to measured ones.
-
-    predicted_s   the steps of the same runs, in the same order, under a calibration
-    """
+    """Fit the factors that bring predicted steps, of the same runs in the same order, nearest to measured ones."""
     import numpy as np  # here: floor 0 imports without it
 
     if not len(measured_s):
@@ -75,21 +72,18 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
         factors = Calibration(**{name: float(np.exp(log)) for name, log in zip(names, logs, strict=True)})
         return np.concatenate([np.log(predicted_s(factors)) - np.log(measured_s), HELD * logs])
 
+    def descend(logs: np.ndarray) -> np.ndarray:
+        """Gauss-Newton; steps are smooth in these but where a link begins to be hidden."""
+        for _ in range(8):
+            change = np.clip(np.linalg.lstsq(_slopes(off, logs), -off(logs), rcond=None)[0], -0.7, 0.7)
+            logs = np.clip(logs + change, *np.log(BOUNDS))
+            if np.abs(change).max() < 1e-3:
+                break
+        return logs
+
     starts = ([0.0 if name == "compute" else link for name in names] for link in STARTS)  # a hidden link has no slope
-    logs = min((_descend(off, np.array(start)) for start in starts), key=lambda one: float(off(one) @ off(one)))
+    logs = min((descend(np.array(start)) for start in starts), key=lambda one: float(off(one) @ off(one)))
     return Calibration(**{name: round(float(np.exp(log)), 4) for name, log in zip(names, logs, strict=True)})
-
-
-def _descend(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
-    """Gauss-Newton; steps are smooth in these but where a link begins to be hidden."""
-    import numpy as np
-
-    for _ in range(8):
-        change = np.clip(np.linalg.lstsq(_slopes(off, logs), -off(logs), rcond=None)[0], -0.7, 0.7)
-        logs = np.clip(logs + change, *np.log(BOUNDS))
-        if np.abs(change).max() < 1e-3:
-            break
-    return logs
 
 
 def _slopes(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:

@@ -54,29 +54,20 @@ _MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of
 
 @dataclass(frozen=True)
 class Estimate(Checked):
-    """Bytes of the fullest rank of a run by kind, and seconds of a step by what they are spent on.
-
-    mfu          0 to 1, as the engine counts it
-    causal_mfu   the same without the pairs that a causal mask forbids, whose FLOPs no kernel does
-    hfu          as mfu, with what recomputation repeats
-    spread       between which factors on this nine in ten measured values of such runs lay
-    note         what the question leaves open, told with the answer
-    gb           bytes of a GB as the engine's log counts: nanotron's are GiB
-    log_reserved whether its log leaves out what is no tensor
-    """
+    """Bytes of the fullest rank of a run by kind, and seconds of a step by what they are spent on."""
 
     run: Run
     bytes_by_kind: dict[str, float]
     seconds_by_part: dict[str, float]
     tokens_per_s_per_gpu: float
-    mfu: float
-    causal_mfu: float
-    hfu: float
+    mfu: float  # 0 to 1, as the engine counts it
+    causal_mfu: float  # without the pairs that a causal mask forbids, whose FLOPs no kernel does
+    hfu: float  # as mfu, with what recomputation repeats
     usable_bytes: float
-    spread: Spread
-    note: str = ""
-    gb: Bytes = 10**9
-    log_reserved: bool = False
+    spread: Spread  # between which factors on this nine in ten measured values of such runs lay
+    note: str = ""  # what the question leaves open, told with the answer
+    gb: Bytes = 10**9  # as the engine's log counts: nanotron's are GiB
+    log_reserved: bool = False  # whether its log leaves out what is no tensor
 
     @property
     def layout(self) -> Layout:
@@ -250,10 +241,8 @@ def _estimate(run: Run, cluster: Cluster, engine: EngineFacts, rates: Rates) -> 
 
 
 def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
-    """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too.
-
-    The memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue.
-    """
+    """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too. The
+    memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue."""
     kind = "one stage" if run.layout.pp == 1 else "pipeline"
     other = SPREAD["other", kind]
     if not cluster.between.by_nodes:

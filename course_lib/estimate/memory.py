@@ -1,7 +1,5 @@
 """Bytes that the fullest rank of an engine holds at its peak, by kind: where an estimate asks for memory."""
 
-from __future__ import annotations
-
 from course_lib.engines import EngineFacts
 from course_lib.flops import layer_matmul_parameters
 from course_lib.hardware import Cluster

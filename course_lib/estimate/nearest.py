@@ -1,7 +1,5 @@
 """Where a run does not fit: how much is missing, and what is nearest to it and would, each worked out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,8 +7,7 @@ from course_lib.engines import EngineFacts
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import GB, Cluster
 from course_lib.layout import DEFAULTS
-from course_lib.memory.states import LoRA
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import LoRA, Offload
 from course_lib.run import Run
 from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import checked
@@ -38,10 +35,13 @@ def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", ra
     if estimate(run, cluster, engine, rates).room == "fits":
         return []
     found = []
-    for way in (_recomputing, _sharding, _optimizing, _offloading, _adapting, _shortening, _growing):
-        for change, changes in way(run):
+    for way in _ways(run):
+        for change, changes in way.items():
+            of_layout = {name: value for name, value in changes.items() if name in DEFAULTS}
+            of_run = {name: value for name, value in changes.items() if name not in DEFAULTS}
             try:
-                one = estimate(_changed(run, **changes), cluster, engine, rates)
+                other = replace(run, layout=replace(run.layout, **of_layout), **of_run)
+                one = estimate(other, cluster, engine, rates)
             except ValueError:  # what cannot be: nothing further this way
                 break
             if one.room == "fits":
@@ -50,56 +50,35 @@ def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", ra
     return sorted(found, key=lambda one: -one.estimate.tokens_per_s_per_gpu)
 
 
-Changes = Iterator[tuple[str, dict]]  # in words, and the fields of a run or its layout
-_LEAN = {"recompute": "full", "operators": False}
-
-
-def _changed(run: Run, **changes: object) -> Run:
-    of_layout = {name: changes.pop(name) for name in (*changes,) if name in DEFAULTS}
-    return replace(run, layout=replace(run.layout, **of_layout), **changes)
-
-
-def _recomputing(run: Run) -> Changes:
-    if run.layout.recompute != "full":
-        yield "recompute each block", _LEAN
-
-
-def _sharding(run: Run) -> Changes:
-    for stage in range(run.layout.zero_stage + 1, 4):
-        if run.layout.data_size > 1 and (run.layout.pp == 1 or stage == 1):
-            yield f"ZeRO-{stage} and recompute each block", _LEAN | {"zero_stage": stage}
-
-
-def _optimizing(run: Run) -> Changes:
+def _ways(run: Run) -> Iterator[dict[str, dict]]:
+    """For each way to need less its changes, the least first: in words, and the fields of a run or its layout."""
+    layout, lean = run.layout, {"recompute": "full", "operators": False}
+    if layout.recompute != "full":
+        yield {"recompute each block": lean}
+    stages = [stage for stage in range(layout.zero_stage + 1, 4) if layout.pp == 1 or stage == 1]
+    if layout.data_size > 1:
+        yield {f"ZeRO-{stage} and recompute each block": lean | {"zero_stage": stage} for stage in stages}
     if run.optimizer == "adamw":
-        yield "8-bit Adam", {"optimizer": "adamw-8bit"}
-        yield "8-bit Adam and recompute each block", _LEAN | {"optimizer": "adamw-8bit"}
-
-
-def _offloading(run: Run) -> Changes:
+        adam = {"optimizer": "adamw-8bit"}
+        yield {"8-bit Adam": adam, "8-bit Adam and recompute each block": lean | adam}
     on_host = {"offload": replace(run.offload, optimizer="host")}
-    yield "optimizer on the host", on_host
-    yield "optimizer on the host, recompute each block", _LEAN | on_host
-    both = Offload(optimizer="host", parameters="host")
-    yield "parameters too", _LEAN | {"zero_stage": 3, "offload": both}
-
-
-def _adapting(run: Run) -> Changes:
-    alone = {"zero_stage": 0, "recipe": "bf16-master"}
-    yield "LoRA of rank 16", alone | {"lora": LoRA(16)}
-    yield "LoRA of rank 16, recompute each block", _LEAN | alone | {"lora": LoRA(16)}
-    yield "QLoRA of rank 16, recompute each block", _LEAN | alone | {"lora": LoRA(16, four_bits=True)}
-
-
-def _shortening(run: Run) -> Changes:
-    seq_len = run.seq_len
-    while (seq_len := seq_len // 2) >= _SHORTEST:
-        yield f"sequences of {seq_len:,} tokens", {"seq_len": seq_len}
-
-
-def _growing(run: Run) -> Changes:
-    """More GPUs share the states: ZeRO-3 over all, recomputation, one sequence each."""
-    stage = 3 if run.layout.pp == 1 else 1
-    for times in (2, 4, 8, 16, 32, 64):
-        words = f"{times * run.layout.world_size} GPUs, ZeRO-{stage}, recompute each block"
-        yield words, _LEAN | {"dp": times * run.layout.dp, "zero_stage": stage}
+    both = {"zero_stage": 3, "offload": Offload(optimizer="host", parameters="host")}
+    yield {
+        "optimizer on the host": on_host,
+        "optimizer on the host, recompute each block": lean | on_host,
+        "parameters too": lean | both,
+    }
+    adapters = {"zero_stage": 0, "recipe": "bf16-master", "lora": LoRA(16)}
+    yield {
+        "LoRA of rank 16": adapters,
+        "LoRA of rank 16, recompute each block": lean | adapters,
+        "QLoRA of rank 16, recompute each block": lean | adapters | {"lora": LoRA(16, four_bits=True)},
+    }
+    halves = [run.seq_len >> times for times in range(1, 64) if run.seq_len >> times >= _SHORTEST]
+    yield {f"sequences of {seq_len:,} tokens": {"seq_len": seq_len} for seq_len in halves}
+    stage = 3 if layout.pp == 1 else 1  # more GPUs share the states: ZeRO over all, recomputation, one sequence each
+    yield {
+        f"{times * layout.world_size} GPUs, ZeRO-{stage}, recompute each block": lean
+        | {"dp": times * layout.dp, "zero_stage": stage}
+        for times in (2, 4, 8, 16, 32, 64)
+    }

@@ -1,7 +1,5 @@
 """Which assumption decides: what becomes of a ranking of runs if a rate is a fifth less, or a fifth more."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +37,10 @@ def sensitivity(
         for factor in (1 - _CHANGE, 1 + _CHANGE):
             after = predict_all(*_with(name, factor, cluster, rates))
             flips |= {cell for cell, index in fastest(rows, after).items() if best.get(cell, index) != index}
-            largest = max(largest, *(_moved(one, other) for one, other in zip(before, after, strict=True)), 0.0)
+            for one, other in zip(before, after, strict=True):
+                if not isinstance(one, str) and not isinstance(other, str):
+                    ratios = other.step_s / one.step_s, other.memory_bytes / one.memory_bytes
+                    largest = max(largest, *(abs(ratio - 1) for ratio in ratios))
         changed[f"{name} +-{_CHANGE:.0%}"] = (len(flips), largest)
     return changed
 
@@ -49,9 +50,3 @@ def _with(name: str, factor: float, cluster: Cluster, rates: Rates) -> tuple[Clu
         return Calibration(**{name: factor}).of(cluster), rates
     least, most = RANGES[name]
     return cluster, replace(rates, **{name: min(most, max(least, factor * getattr(rates, name)))})
-
-
-def _moved(one: Estimate | str, other: Estimate | str) -> float:
-    if isinstance(one, str) or isinstance(other, str):
-        return 0.0
-    return max(abs(other.step_s / one.step_s - 1), abs(other.memory_bytes / one.memory_bytes - 1))

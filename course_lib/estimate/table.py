@@ -9,8 +9,6 @@ columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -23,11 +21,10 @@ from typing import get_args
 from course_lib.config import ModelConfig, Recompute
 from course_lib.engines import EngineFacts, engine_of
 from course_lib.estimate.estimate import Estimate, estimate
-from course_lib.hardware import GPU, Cluster, gpu_for
+from course_lib.hardware import Cluster, gpu_for
 from course_lib.layout import Layout
 from course_lib.layout.partition import layers_by_cost
-from course_lib.memory.states import OPTIMIZERS, LoRA, recipe_of
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import OPTIMIZERS, LoRA, Offload, recipe_of
 from course_lib.run import Run
 from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import Size, checked, one_of, show
@@ -100,13 +97,6 @@ def run_of(
     )
 
 
-def _usual(row: Mapping[str, str], gpu: GPU) -> Mapping[str, str]:
-    """The row in FP16 where it tells no precision and the GPU has no BF16 units."""
-    if gpu.bf16_flops is not None or row.get("precision") or row.get("states"):
-        return row
-    return {**row, "precision": "fp16"}
-
-
 def _whole(row: Mapping[str, str], column: str) -> int:
     return _whole_text(column, (row.get(column) or "").strip().removesuffix(".0"))  # as spreadsheets write them
 
@@ -177,7 +167,8 @@ def predict_rows(
     found: list[Estimate | str] = []
     for row in rows:
         try:
-            run = run_of(_usual(row, cluster.gpu), models, seq_len, engine)
+            is_told = cluster.gpu.bf16_flops is not None or row.get("precision") or row.get("states")
+            run = run_of(row if is_told else {**row, "precision": "fp16"}, models, seq_len, engine)
             there = replace(cluster, gpu=gpu_for(cluster.gpu, recipe_of(run.recipe).name))
             one = estimate(run, there, engine, rates)
             notes = [*_notes(row, cluster, engine), *([one.note] if one.note else [])]
@@ -199,24 +190,18 @@ def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | EngineFacts) 
 
 
 def told(one: Estimate | str) -> dict[str, str]:
-    """The columns that are added to a row; one that cannot be has no numbers, does not fit, and says why."""
+    """The columns that are added to a row, bars too; one that cannot be has no numbers, does not fit, and says why."""
     if isinstance(one, str):
-        return dict.fromkeys(ADDED, "") | {"fits": "no", "why": one}
+        return dict.fromkeys((*ADDED, *BARS), "") | {"fits": "no", "why": one}
+    bars = (*(size / one.gb for size in one.logged_range), *one.speed_range)
     return {
         "predicted_mem_gb": f"{one.logged_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
         "predicted_mfu_pct": f"{100 * one.mfu:.2f}",
         "fits": "yes" if one.may_run else "no",
         "why": one.why,
+        **{name: f"{value:.1f}" for name, value in zip(BARS, bars, strict=True)},
     }
-
-
-def _bars_of(one: Estimate | str) -> dict[str, str]:
-    """Between which values nine in ten measured runs like it lay, of memory and of speed."""
-    if isinstance(one, str):
-        return dict.fromkeys(BARS, "")
-    ends = (*(size / one.gb for size in one.logged_range), *one.speed_range)
-    return {name: f"{value:.1f}" for name, value in zip(BARS, ends, strict=True)}
 
 
 def write_table(
@@ -228,4 +213,4 @@ def write_table(
         writer = csv.DictWriter(file, [*columns, *ADDED, *(BARS if bars else ())], extrasaction="ignore")
         writer.writeheader()
         for row, one in zip(rows, predictions, strict=True):
-            writer.writerow({**row, **told(one), **_bars_of(one)})
+            writer.writerow({**row, **told(one)})

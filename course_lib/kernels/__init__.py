@@ -2,7 +2,6 @@
 
     language.py    which host runs them: torch (ours, everywhere), Triton's interpreter, a GPU
     tiles.py       the words that the course's kernels use, by torch: programs run one after the other
-    interpreter.py loads and stores of Triton's interpreter, told to the same counts
     traffic.py     what kernels ask memory for, to the byte: with KernelTraffic() as counted: kernel[grid](...)
     rows.py        softmax by four kernels and by one; SwiGLU forward and backward
     product.py     a tiled matrix product; sums along rows and along columns

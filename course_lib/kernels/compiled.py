@@ -7,8 +7,6 @@ What is read off: registers of a thread, shared memory of a program, instruction
 FIGURES are those of Triton 3.9.0, by name; `make test-kernels` compiles PROGRAMS again and compares.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -96,6 +94,7 @@ def _assembled(ptx: str, assembler: str) -> str:
 
 
 _HALF, _FULL = (["*fp16"] * 3 + ["i32"] * 3, ["*fp32"] * 3 + ["i32"] * 3)
+_FLASH = ["*fp16"] * 4 + ["*fp32", "i32", "fp32"]
 _LARGE, _SMALL = {"GROUP": 8, "BM": 128, "BN": 128, "BK": 64}, {"GROUP": 8, "BM": 32, "BN": 32, "BK": 32}
 PROGRAMS: dict[str, tuple] = {  # kernel, types of its arguments, how it is compiled
     "softmax of 1,024": (softmax_fused, ["*fp32", "*fp32", "i32"], {"aligned": True, "BLOCK": 1024}),
@@ -104,11 +103,7 @@ PROGRAMS: dict[str, tuple] = {  # kernel, types of its arguments, how it is comp
     "the same, not aligned": (matmul, _HALF, _LARGE | {"warps": 8}),
     "the same, 4 warps": (matmul, _HALF, _LARGE),
     "product in FP32, 128 x 128": (matmul, _FULL, _LARGE | {"warps": 8, "aligned": True}),
-    "FlashAttention, 64 x 64": (
-        flash,
-        ["*fp16"] * 4 + ["*fp32", "i32", "fp32"],
-        {"aligned": True, "H": 64, "BQ": 64, "BK": 64},
-    ),
+    "FlashAttention, 64 x 64": (flash, _FLASH, {"aligned": True, "H": 64, "BQ": 64, "BK": 64}),
 }
 FIGURES = {
     "softmax of 1,024": Compiled(22, 16, 0, tensor_ops=0, loads=2, wide=2, occupancy=1.0),
@@ -119,12 +114,3 @@ FIGURES = {
     "product in FP32, 128 x 128": Compiled(231, 131_072, 0, tensor_ops=0, loads=48, wide=48, occupancy=0.125),
     "FlashAttention, 64 x 64": Compiled(125, 57_344, 0, tensor_ops=8, loads=28, wide=28, occupancy=0.25),
 }
-
-
-def compiled_again(name: str) -> Compiled:
-    """Compile one of PROGRAMS here.
-
-    Raises   RuntimeError as `compiled`
-    """
-    kernel, types, how = PROGRAMS[name]
-    return compiled(kernel, types, **how)

@@ -19,8 +19,8 @@ from torch import Tensor
 from course_lib.kernels.traffic import tell
 
 constexpr, float32, float16 = object, torch.float32, torch.float16
-arange, exp, log, maximum, sigmoid, where = (
-    torch.arange, torch.exp, torch.log, torch.maximum, torch.sigmoid, torch.where,
+arange, exp, log, maximum, sigmoid, where, max, sum, trans = (
+    torch.arange, torch.exp, torch.log, torch.maximum, torch.sigmoid, torch.where, torch.amax, torch.sum, torch.t,
 )  # fmt: skip
 _now = [0, 0, 0]  # which program of the grid runs
 
@@ -58,18 +58,6 @@ def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, value, dtype=dtype)
 
 
-def max(x: Tensor, axis: int) -> Tensor:
-    return x.amax(axis)
-
-
-def sum(x: Tensor, axis: int) -> Tensor:
-    return x.sum(axis)
-
-
-def trans(x: Tensor) -> Tensor:
-    return x.mT
-
-
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str | None = None) -> Tensor:
     """The product of two tiles, summed in FP32 at the least, as tensor cores do."""
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -77,8 +65,8 @@ def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str | 
     return made if acc is None else acc + made
 
 
-def _places(pointer: Pointer, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Places of all lanes, and which of them the mask leaves.
+def _places(kind: str, pointer: Pointer, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Places of all lanes, and which of them the mask leaves; told to those who count.
 
     Raises   IndexError where a lane that is left lies outside the tensor: a GPU would read or write what is there
     """
@@ -87,17 +75,13 @@ def _places(pointer: Pointer, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     size = pointer.base.numel()
     if outside := int(((at < 0) | (at >= size))[left].sum()):
         raise IndexError(f"{outside} places are outside the tensor of {size:,} elements; a mask must leave them out")
+    tell(kind, pointer.base.data_ptr() + at[left] * pointer.base.itemsize, pointer.base.itemsize)
     return at, left
-
-
-def _addresses(pointer: Pointer, places: Tensor) -> Tensor:
-    return pointer.base.data_ptr() + places * pointer.base.itemsize
 
 
 def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
     """Return the numbers at these places; where the mask is false, `other`, and nothing is read."""
-    at, left = _places(pointer, mask)
-    tell("load", _addresses(pointer, at[left]), pointer.base.itemsize)
+    at, left = _places("load", pointer, mask)
     out = torch.full(at.shape, other, dtype=pointer.base.dtype)
     out[left] = pointer.base.view(-1)[at[left]]
     return out
@@ -105,8 +89,7 @@ def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Te
 
 def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     """Write to the places that the mask leaves."""
-    at, left = _places(pointer, mask)
-    tell("store", _addresses(pointer, at[left]), pointer.base.itemsize)
+    at, left = _places("store", pointer, mask)
     value = torch.as_tensor(value).broadcast_to(at.shape)
     pointer.base.view(-1)[at[left]] = value[left].to(pointer.base.dtype)
 
@@ -126,15 +109,11 @@ class jit:
         def run(*arguments: object) -> None:
             if len(arguments) != len(self.arg_names):
                 raise TypeError(f"{self.kernel.__name__} takes {', '.join(self.arg_names)}; got {len(arguments)}")
-            given = [Pointer(_flat(one)) if isinstance(one, Tensor) else one for one in arguments]
+            if not all(one.is_contiguous() for one in arguments if isinstance(one, Tensor)):
+                raise ValueError("a kernel of the course takes contiguous tensors; call .contiguous() first")
+            given = [Pointer(one.detach()) if isinstance(one, Tensor) else one for one in arguments]
             for place in product(*map(range, (*grid, 1, 1)[:3])):
                 _now[:] = place
                 self.kernel(*given)
 
         return run
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError("a kernel of the course takes contiguous tensors; call .contiguous() first")
-    return tensor.detach()

@@ -140,7 +140,8 @@ def sheet(lab: Lab, machine: Nodes = Nodes()) -> str:
     """Return the sheet of a lab as Markdown."""
     machine = machine.of(lab)
     lab.check_ranks(machine.num_ranks)
-    half = machine.num_ranks // 2
+    half, gpus = machine.num_ranks // 2, _counted(machine.gpus_per_node, "GPU")
+    with_gpus = f"{machine.nodes} nodes with {gpus} each" if machine.nodes > 1 else f"1 node with {gpus}"
     ways = "\n\n".join(f"{way}:\n\n```sh\n{line}\n```" for way, line in launch_lines(lab, machine).items())
     return f"""# Lab {lab.chapter}: {lab.title}
 
@@ -149,8 +150,7 @@ The chapter is [{lab.notebook}](../../notebooks/{lab.notebook}.ipynb).
 
 ## What you need
 
-{_counted(machine.nodes, "node")} with {_counted(machine.gpus_per_node, "GPU")}{" each" * (machine.nodes > 1)}, \
-for at most {lab.minutes} minutes. {_what_is_run(lab)}
+{with_gpus}, for at most {lab.minutes} minutes. {_what_is_run(lab)}
 Look at the nodes first: `course cluster init site` with your partition, then `sbatch site/check.sbatch`.
 
 ## What to submit

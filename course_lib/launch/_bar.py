@@ -56,18 +56,15 @@ class CellBar:
             return
         self._drawn_at = now
         if self._box is None:
-            self._show()
+            import ipywidgets
+            from IPython.display import display
+
+            self._box = ipywidgets.HBox([ipywidgets.IntProgress(), ipywidgets.Label()])
+            view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+            display({_VIEW: view}, raw=True)
         bar, text = self._box.children
         bar.max, bar.value = most, value
         text.value = " · ".join(filter(None, (*texts, f"{now - self._start:.0f} s")))
-
-    def _show(self) -> None:
-        import ipywidgets
-        from IPython.display import display
-
-        self._box = ipywidgets.HBox([ipywidgets.IntProgress(), ipywidgets.Label()])
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        display({_VIEW: view}, raw=True)
 
 
 class TextBar:

@@ -14,6 +14,7 @@ from course_lib.language import told
 from course_lib.launch._rank import Failure, Frame
 
 COLUMNS = 98  # of a line that is not code
+_OF_LAUNCH = ("_rank.py", "_processes.py", "_fork_server.py", "<string>")  # in whose frames no fault of a rank lies
 
 # What a rank says when *another* rank went away. It is never the one to blame.
 _SECONDARY = re.compile(
@@ -33,6 +34,15 @@ _HOW = {  # by Failure.kind
 }
 STOPPED = "stood still: a signal (SIGSTOP) or a debugger has stopped it"
 NOT_MET = "had not met all other ranks"
+_NOT_BEGUN = (
+    "The function had not begun: ranks could not connect to each other. It is not to blame;",
+    "another process may hold their connections, or a firewall or a debugger may stop them.",
+)
+_HANGING = (
+    "Do all ranks call the same collectives, in the same order, with the same shapes and dtypes?",
+    'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.',
+    "If the work takes longer, pass a larger timeout=.",
+)
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 
@@ -60,10 +70,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupted_text(world_size: int, places: dict[int, str]) -> str:
-    lines = [
-        f"the launch of {world_size} rank{'s' if world_size > 1 else ''} was interrupted, and its ranks were ended"
-    ]
-    return "\n".join(lines + place_lines(places, {}))
+    first = f"the launch of {world_size} rank{'s' * (world_size > 1)} was interrupted, and its ranks were ended"
+    return "\n".join([first, *place_lines(places, {})])
 
 
 def is_secondary(failure: Failure) -> bool:
@@ -88,55 +96,43 @@ def first_failure(failures: dict[int, Failure]) -> int:
     return min(failures, key=lambda rank: (is_secondary(failures[rank]), failures[rank].when))
 
 
-def failure_text(
-    rank: int, world_size: int, failures: dict[int, Failure], places: dict[int, str], stderr: str, nodes: dict[int, str]
-) -> str:
+def failure_text(rank: int, world_size: int, watch, stderr: str) -> str:
     """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
+    failures, nodes = watch.failures, watch.nodes
     failure = failures[rank]
-    parts = [
-        f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_HOW.get(failure.kind) or _death(failure.exit_code)}"
-    ]
+    how = _HOW.get(failure.kind) or _death(failure.exit_code)
+    parts = [f"rank {rank} of {world_size}{_on_node(rank, nodes)} {how}"]
     for frames, text in failure.chain:
         shown = format_frames(frames)
         parts.append(shown + text if text else shown.rstrip("\n"))
     if failure.kind == "died" and stderr.strip():
-        parts.append("the last that it wrote to stderr:\n" + _tail(stderr))
-    echoes = [str(other) for other in sorted(failures) if other != rank]
-    if echoes:
+        last_lines = ["  " + line[:500] for line in stderr.strip().splitlines()[-8:]]
+        parts.append("\n".join(["the last that it wrote to stderr:", *last_lines]))
+    if echoes := [str(other) for other in sorted(failures) if other != rank]:
         parts.append(
             f"rank{'s' if len(echoes) > 1 else ''} {', '.join(echoes)} failed too, at the same time or because of it"
         )
-    parts += place_lines(places, nodes)
+    parts += place_lines(watch.places, nodes)
     return "\n".join(part for part in parts if part)
 
 
 def place_lines(places: dict[int, str], nodes: dict[int, str]) -> list[str]:
-    """Where ranks stood, a line each."""
-    return [_narrow(told(f"rank {rank}{_on_node(rank, nodes)} {place}")) for rank, place in sorted(places.items())]
-
-
-def _narrow(line: str) -> str:
-    """A line that a narrow page shows whole: its end on a line of its own, indented as a traceback's source."""
-    return textwrap.fill(line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    """Where ranks stood, a line each; the end of a long one on a line of its own, indented as a traceback's source."""
+    lines = (told(f"rank {rank}{_on_node(rank, nodes)} {place}") for rank, place in sorted(places.items()))
+    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return [wrapper.fill(line) for line in lines]
 
 
 def _on_node(rank: int, nodes: dict[int, str]) -> str:
     return f" on {nodes[rank]}" if rank in nodes else ""
 
 
-def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: dict[int, str]) -> str:
-    lines = [
+def hang_text(world_size: int, timeout: float, watch) -> str:
+    what = (
         f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
-    ]
-    lines += place_lines(places, nodes)
-    if any(place.startswith(NOT_MET) for place in places.values()):
-        lines.append("The function had not begun: ranks could not connect to each other. It is not to blame;")
-        lines.append("another process may hold their connections, or a firewall or a debugger may stop them.")
-        return "\n".join(lines)
-    lines.append("Do all ranks call the same collectives, in the same order, with the same shapes and dtypes?")
-    lines.append('os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.')
-    lines.append("If the work takes longer, pass a larger timeout=.")
-    return "\n".join(lines)
+    )
+    has_begun = not any(place.startswith(NOT_MET) for place in watch.places.values())
+    return "\n".join([what, *place_lines(watch.places, watch.nodes), *(_HANGING if has_begun else _NOT_BEGUN)])
 
 
 def _death(code: int | None) -> str:
@@ -159,12 +155,11 @@ def _death(code: int | None) -> str:
 
 def format_frames(frames: list[Frame]) -> str:
     """Frames as Python shows them; those of notebook cells begin with `Cell`."""
-    summaries = []
-    for file, line, name in frames:
+    files = {file for file, _, _ in frames}
+    for file in files:
         linecache.checkcache(file)
-        summaries.append(traceback.FrameSummary(file, line, name))
-    text = "".join(traceback.StackSummary.from_list(summaries).format())
-    for file in {frame[0] for frame in frames}:
+    text = "".join(traceback.StackSummary.from_list([traceback.FrameSummary(*frame) for frame in frames]).format())
+    for file in files:
         text = text.replace(f'File "{file}"', _cell_name(file) or f'File "{file}"')
     return text
 
@@ -174,10 +169,9 @@ def _cell_name(file: str) -> str | None:
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if ipython is None:
         return None
-    format_code_name = getattr(ipython.compile, "format_code_name", None)
-    if format_code_name is None:  # IPython 7, as on Colab and Kaggle
+    if not hasattr(ipython.compile, "format_code_name"):  # IPython 7, as on Colab and Kaggle
         return "Cell" if Path(file).parent.name.startswith("ipykernel_") or "<ipython-input" in file else None
-    name = format_code_name(file)
+    name = ipython.compile.format_code_name(file)
     return name[0] if name else None
 
 
@@ -210,12 +204,4 @@ def frames_in_stack_file(text: str) -> list[Frame]:
         found = [(match["file"], int(match["line"]), match["name"]) for match in _STACK_LINE.finditer(block)]
         if found:
             frames = found[::-1]
-    return [
-        frame
-        for frame in frames
-        if not frame[0].endswith(("_rank.py", "_processes.py", "_fork_server.py")) and frame[0] != "<string>"
-    ]
-
-
-def _tail(text: str, lines: int = 8) -> str:
-    return "\n".join("  " + line[:500] for line in text.strip().splitlines()[-lines:])
+    return [frame for frame in frames if not frame[0].endswith(_OF_LAUNCH)]

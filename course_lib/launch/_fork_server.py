@@ -97,12 +97,8 @@ def _refresh(names: list[str], stamps: dict[str, int]) -> None:
     new = [name for name in names if name not in sys.modules]
     if new:
         preload(new)
-        teaching = (name for name in sys.modules if name.startswith("course_lib.") and not _is_own(name))
+        teaching = (name for name in sys.modules if name.startswith("course_lib.") and f"{OWN}." not in f"{name}.")
         stamps.update({name: _stamp(name) for name in teaching})
-
-
-def _is_own(name: str) -> bool:
-    return f"{name}.".startswith(f"{OWN}.")
 
 
 def _stamp(name: str) -> int:
@@ -111,10 +107,8 @@ def _stamp(name: str) -> int:
     return os.stat(file).st_mtime_ns if file and os.path.exists(file) else 0
 
 
-def _start_world(
-    folder: str, world_size: int, descriptors: list[int], worlds: dict, inherited: list[int]
-) -> list | str:
-    """Fork the ranks of one launch: their pids, or a text that says what failed."""
+def _start_world(folder: str, world_size: int, descriptors: list[int], worlds: dict, inherited: list[int]):
+    """Fork the ranks of one launch: the list of their pids, or a text that says what failed."""
     ranks = worlds.setdefault(folder, {})
     try:
         for rank in range(world_size):

@@ -91,8 +91,6 @@ def _kill_all_but_trackers(members: Iterable[psutil.Process]) -> None:
 def _is_there(group: int) -> bool:
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -86,9 +86,9 @@ def _make_pairs(world_size: int) -> tuple[list[tuple], list[tuple[int, int]]]:
             pairs.append(socket.socketpair())
             pipes.append(os.pipe())
     except OSError as error:
-        for end in itertools.chain.from_iterable(pairs):
+        for end in itertools.chain(*pairs):
             end.close()
-        for descriptor in itertools.chain.from_iterable(pipes):
+        for descriptor in itertools.chain(*pipes):
             os.close(descriptor)
         raise RuntimeError(
             f"{world_size} ranks need {4 * world_size} more open files than this process may have ({error.strerror}); "

@@ -26,6 +26,7 @@ import types
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -45,9 +46,7 @@ _FINISH_S = 0.8  # for a rank's exit functions: less than the notebook waits bef
 
 link = None  # this process's Link to the notebook while it is a rank; None everywhere else
 
-Frame = tuple[
-    str, int, str
-]  # file name, line number, function name: all that the notebook needs to show a line of source
+Frame = tuple[str, int, str]  # file, line, function: all that the notebook needs to show a line of source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +83,11 @@ class Link:
         self.leave = threading.Event()
         self.connection = connection
         self._lock = threading.Lock()
+        threading.Thread(target=self._listen, args=(threading.get_ident(),), name="course-link", daemon=True).start()
 
     def send(self, *message) -> None:
         with self._lock:
             self.connection.send(message)
-
-    def start_listening(self) -> None:
-        threading.Thread(target=self._listen, args=(threading.get_ident(),), name="course-link", daemon=True).start()
 
     def _listen(self, main_thread_id: int) -> None:
         try:
@@ -110,7 +107,6 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
     _groups.adopt_orphans()
     to_notebook = Link(rank, connection)
-    to_notebook.start_listening()
     be_rank(to_notebook, Path(folder), lambda settings: settings, to_notebook.leave.wait)
 
 
@@ -154,7 +150,7 @@ def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None])
         value = function(*args)
         seconds = time.perf_counter() - start
         kind = "result"
-        (folder / f"{rank}.result").write_bytes(_dump_result(value))
+        (folder / f"{rank}.result").write_bytes(dump(value, ResultPickler))
         return "done", seconds, peak_memory_bytes("cuda" if torch.cuda.is_initialized() else "cpu")
     except SystemExit as error:
         return "failed", describe(error, "exit" if kind == "exception" else kind)
@@ -166,7 +162,7 @@ def _prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     """Make this process look like the cell's: its environment, folder and import path; its output goes to files."""
     os.environ.clear()
     os.environ.update(settings.environment)
-    os.environ.update(settings.variables or _rank_environment(rank, settings.world_size, settings.threads))
+    os.environ.update(settings.variables or _rank_environment(str(rank), str(settings.world_size), settings.threads))
     if os.path.isdir(settings.directory):
         os.chdir(settings.directory)
     dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG at its import, maybe before it was set
@@ -185,19 +181,12 @@ def _prepare_process(rank: int, settings: Settings, folder: Path) -> None:
         sys.modules["numpy"].random.seed()  # forked ranks would all draw the same "random" numbers
 
 
-def _rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]:
-    """The variables that torchrun sets too, and loopback as the only network."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": loopback_interface(sys.platform),
-        "NCCL_SOCKET_IFNAME": loopback_interface(sys.platform),
-        "MASTER_ADDR": "127.0.0.1",
-        "MPLBACKEND": "Agg",  # a rank has no cell to draw in
-    }
+def _rank_environment(rank: str, world_size: str, threads: int) -> dict[str, str]:
+    """The variables that torchrun sets too, and loopback as the only network. A rank has no cell to draw in."""
+    loopback = loopback_interface(sys.platform)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    network = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "MASTER_ADDR": "127.0.0.1"}
+    return {**places, **network, "OMP_NUM_THREADS": str(threads), "MPLBACKEND": "Agg"}
 
 
 def loopback_interface(platform: str) -> str:
@@ -211,8 +200,8 @@ def _redirect_output(rank: int, folder: Path) -> None:
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+    as_text = partial(open, mode="w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
+    sys.stdout, sys.stderr = as_text(1), as_text(2)
 
 
 def _flush_output() -> None:
@@ -301,9 +290,9 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _dump_result(value) -> bytes:
+def dump(value: object, pickler: type[cloudpickle.Pickler]) -> bytes:
     buffer = io.BytesIO()
-    ResultPickler(buffer).dump(value)
+    pickler(buffer).dump(value)
     return buffer.getvalue()
 
 

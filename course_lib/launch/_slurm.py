@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from course_lib.launch import _failures, _rank
 from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._file_link import FileLink
-from course_lib.launch._watch import Outcome, Output, Watch, read_text
+from course_lib.launch._watch import Output, Watch, read_text
 from course_lib.launch.rendezvous import check_owned
 from course_lib.validate import Count, Size, check_fields
 
@@ -41,7 +41,6 @@ NEVER = {  # reasons of squeue with which a job would wait for ever
 _OURS = {
     "nodes", "ntasks-per-node", "ntasks", "time", "job-name", "output", "error", "wrap", "array", "chdir", "export",
 }  # fmt: skip
-_SECONDS_PER_MIN = 60
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,10 @@ class Slurm:
                 f"world_size ({world_size}) must be nodes * ntasks_per_node ({self.nodes} * {self.ntasks_per_node} = "
                 f"{self.num_ranks}); call launch(fn, {self.num_ranks}, ...) or change Slurm(...)"
             )
-        if timeout > self.time_min * _SECONDS_PER_MIN:
+        if timeout > self.time_min * 60:
             raise ValueError(
                 f"timeout ({timeout:g} s) must be at most time_min ({self.time_min} min), when Slurm ends the job; "
-                f"pass time_min={math.ceil(timeout / _SECONDS_PER_MIN)} or a smaller timeout"
+                f"pass time_min={math.ceil(timeout / 60)} or a smaller timeout"
             )
         if importlib.util.find_spec("submitit") is None:
             raise ImportError(
@@ -119,7 +118,7 @@ def _check_value(name: str, value) -> None:
         raise ValueError(f"{name} must be a text of one line, a number or True, got {value!r}")
 
 
-def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
+def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, output: Output) -> Watch:
     """Hand in the job, wait for its ranks, end it."""
     world = SlurmWorld(folder, settings.world_size)
     start, bar = time.monotonic(), open_bar()
@@ -132,15 +131,10 @@ def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, ou
             if world.state == "PENDING" and world.reason in NEVER:
                 raise RankError(f"{world.job} would wait for ever ({world.reason}): {NEVER[world.reason]}")
         bar.close()
-        watch.until(time.monotonic() + timeout)
-        if watch.unfinished() or watch.failures:
-            watch.ask_where()
-        else:
-            watch.let_leave(LEAVE_S)
+        return watch.follow(time.monotonic() + timeout, LEAVE_S)
     finally:
         bar.close()
         world.end()
-    return Outcome(watch.done, watch.failures, watch.places, watch.nodes)
 
 
 class SlurmWorld:
@@ -161,6 +155,8 @@ class SlurmWorld:
 
         from course_lib.launch import _slurm_node  # imports launch, which imports this module
 
+        chosen = {"partition": where.partition, "account": where.account, "gpus-per-node": where.gpus_per_node}
+        options = {name: value for name, value in chosen.items() if value} | where.options
         executor = submitit.SlurmExecutor(self.folder / "job", python=shlex.quote(sys.executable))
         executor.update_parameters(
             job_name=self.name,
@@ -170,7 +166,7 @@ class SlurmWorld:
             time=where.time_min,
             setup=[f"export PYTHONPATH={shlex.quote(os.pathsep.join(path for path in settings.sys_path if path))}"],
             srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={settings.threads}"],
-            additional_parameters={name.replace("_", "-"): value for name, value in _extra_options(where).items()},
+            additional_parameters={name.replace("_", "-"): value for name, value in options.items()},
         )
         try:
             job = executor.submit(_slurm_node.be_host, str(self.folder / "ranks"), timeout, LOST_S)
@@ -202,21 +198,18 @@ class SlurmWorld:
             time.sleep(0.5)  # interrupted while sbatch was talking to Slurm: the job may yet appear
         if self._in_queue() != "":
             _ask("scancel", "--quiet", f"--name={self.name}")
-            self._wait(lambda state: state == "", _CANCEL_S)
+            self.wait_for(("",), _CANCEL_S)
 
-    def wait_for_tasks(self, limit_s: float) -> None:
-        """Wait until all tasks have ended by themselves; Slurm is COMPLETING then for some time more."""
-        self._wait(lambda state: state in ("", "COMPLETING"), limit_s)
-
-    def _wait(self, is_over: Callable[[str | None], bool], limit_s: float) -> None:
+    def wait_for(self, states: Sequence[str], limit_s: float) -> None:
+        """Wait until the job is in one of these states; "" once Slurm has let go of it."""
         give_up = time.monotonic() + limit_s
-        while not is_over(self._in_queue()) and time.monotonic() < give_up:
+        while self._in_queue() not in states and time.monotonic() < give_up:
             time.sleep(0.1)
 
     def _in_queue(self) -> str | None:
         """The job's state; "" once Slurm has let go of it, None while Slurm does not answer."""
         said = _ask("squeue", "--noheader", f"--name={self.name}", "--format=%T")
-        return said if said is None else said.strip()
+        return said and said.strip()
 
 
 class Connection:
@@ -254,7 +247,7 @@ class SlurmWatch(Watch):
 
     def let_leave(self, limit_s: float) -> None:
         super().let_leave(limit_s)
-        self._world.wait_for_tasks(limit_s)
+        self._world.wait_for(("", "COMPLETING"), limit_s)  # all tasks have ended: COMPLETING for some time more
 
     def _listen(self, timeout: float) -> None:
         time.sleep(timeout)
@@ -264,19 +257,11 @@ class SlurmWatch(Watch):
         if self._world.state not in _LIVING and self.unfinished() and not self.failures:
             self._ended_at = min(self._ended_at, time.monotonic())
             if time.monotonic() - self._ended_at > WAITING_FILES_S:
-                raise RankError(self._lost_text())
-
-    def _lost_text(self) -> str:
-        world = self._world
-        reason = f" ({world.reason})" if world.reason not in ("None", "") else ""
-        lines = [f"{world.job} of {self._world_size} ranks was ended by Slurm: {world.state}{reason}"]
-        lines += _failures.place_lines(self.places, self.nodes)
-        return "\n".join([*lines, world.log()]).rstrip()
-
-
-def _extra_options(where: Slurm) -> dict[str, str | int | bool]:
-    chosen = {"partition": where.partition, "account": where.account, "gpus-per-node": where.gpus_per_node}
-    return {**{name: value for name, value in chosen.items() if value}, **where.options}
+                world = self._world
+                reason = f" ({world.reason})" if world.reason not in ("None", "") else ""
+                what = f"{world.job} of {self._world_size} ranks was ended by Slurm: {world.state}{reason}"
+                places = _failures.place_lines(self.places, self.nodes)
+                raise RankError("\n".join([what, *places, world.log()]).rstrip())
 
 
 def _ask(*command: str) -> str | None:

@@ -131,39 +131,33 @@ def _free_shm_bytes() -> int | None:
     return shm.f_bavail * shm.f_frsize
 
 
+@dataclass
 class _File:
-    """The file of a launch, open and locked."""
+    """The file of a launch, open and locked; without a folder for it nobody is ahead, and nobody asks."""
 
-    def __init__(self, folder: Path, descriptor: int, place: int):
-        self.folder, self.descriptor, self.place = folder, descriptor, place
+    folder: Path | None = None
+    descriptor: int = -1
+    place: int = 0
 
     def ahead(self) -> list[Other]:
         """Return the launches of other processes that came before, those that run first."""
-        before = (other for other in _others(self.folder) if other.place < self.place)
+        others = _others(self.folder) if self.folder else []
+        before = (other for other in others if other.place < self.place)
         return sorted(before, key=lambda other: (not other.runs, other.place))
 
     def say_it_runs(self) -> None:
         """Write that the launch runs, over the one letter that said that it waits."""
-        os.pwrite(self.descriptor, b"r", os.fstat(self.descriptor).st_size - 2)
-
-
-class _NoFile:
-    """In place of a file, where there is no folder for it: nobody is ahead."""
-
-    def ahead(self) -> list[Other]:
-        return []
-
-    def say_it_runs(self) -> None:
-        """Nobody asks."""
+        if self.folder:
+            os.pwrite(self.descriptor, b"r", os.fstat(self.descriptor).st_size - 2)
 
 
 @contextlib.contextmanager
-def _own_file(ranks: int) -> Iterator[_File | _NoFile]:
+def _own_file(ranks: int) -> Iterator[_File]:
     """Give this launch the next place, and take its file away at the end."""
     folder = Path(os.environ.get(FOLDER, "/tmp/course-launches"))
     descriptor, path = _new_file(folder)
     if path is None:
-        yield _NoFile()
+        yield _File()
         return
     try:
         _own.add(path.name)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -22,32 +21,22 @@ from course_lib.launch._rank import Failure
 _TICK_S = 0.1
 _SETTLE_S = 0.1  # after a failure: how long to wait for one that happened even earlier
 _ECHO_S = 1.2  # after a "connection closed by peer": how long to wait for the rank that is really to blame
-_ANSWER_S = 0.3  # for the answer to "where do you stand?"
 MAX_OUTPUT_BYTES = 64 << 20  # of one rank: what an endless print loop wrote earlier is dropped
 _MAX_SHOWN_LINES = 1000
 MAX_KEPT_LINES = 100_000  # of one rank
 _MAX_SHOWN_CHARS = 2000
 
 
-class Outcome(NamedTuple):
-    """How a launch went: of each rank at most one of these."""
-
-    done: dict[int, tuple[float, int]]  # rank -> (seconds, peak bytes)
-    failures: dict[int, Failure]
-    places: dict[int, str]  # where the others stood
-    nodes: dict[int, str]  # where ranks ran; empty on one machine
-
-
 class Watch:
-    """What is known of each rank of one world, whose files are in `folder`."""
+    """What is known of each rank of one world, whose files are in `folder`: done, failed, or where it stands."""
 
-    answer_s = _ANSWER_S
+    answer_s = 0.3  # for the answer to "where do you stand?"
 
     def __init__(self, world, world_size: int, output: "Output", folder: Path):
-        self.done: dict[int, tuple[float, int]] = {}
+        self.done: dict[int, tuple[float, int]] = {}  # rank -> (seconds, peak bytes)
         self.failures: dict[int, Failure] = {}
-        self.places: dict[int, str] = {}
-        self.nodes: dict[int, str] = {}
+        self.places: dict[int, str] = {}  # where the others stood
+        self.nodes: dict[int, str] = {}  # where ranks ran; empty on one machine
         self.joined: set[int] = set()  # which have met all others
         self._world = world
         self._world_size = world_size
@@ -64,8 +53,11 @@ class Watch:
     def unfinished(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self.done and rank not in self.failures]
 
-    def until(self, deadline: float) -> None:
-        """Listen until every rank has finished, a failure has settled, or the deadline has passed."""
+    def follow(self, deadline: float, leave_s: float) -> "Watch":
+        """Listen until every rank has finished, a failure has settled, or the deadline has passed.
+
+        Then let the ranks leave, in at most `leave_s`, or ask where they stand.
+        """
         try:
             while self.unfinished() and (left := min(deadline, self._settled_at) - time.monotonic()) > 0:
                 self._listen(min(left, _TICK_S))
@@ -74,6 +66,11 @@ class Watch:
                     self._bar.wait(len(self.done), self._world_size)
         finally:
             self._bar.close()
+        if self.unfinished() or self.failures:
+            self.ask_where()
+        else:
+            self.let_leave(leave_s)
+        return self
 
     def ask_where(self) -> None:
         """Learn where every rank stands that has neither finished nor failed."""
@@ -87,8 +84,8 @@ class Watch:
             self._listen(0.05)
         for rank in asked:
             if rank not in self.places and rank not in self.failures:
-                frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
-                self.places[rank] = _failures.STOPPED if self._is_stopped(rank) else _failures.describe_place(frames)
+                place = _failures.describe_place(self._last_frames(rank))
+                self.places[rank] = _failures.STOPPED if self._is_stopped(rank) else place
             if rank in self.places and rank not in self.joined:
                 self.places[rank] = f"{_failures.NOT_MET} and {self.places[rank]}"
         for rank in self.done:
@@ -151,12 +148,16 @@ class Watch:
         self._living.pop(rank)
         self._hear(rank)
         if rank not in self.done and rank not in self.failures:
-            frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
+            frames = self._last_frames(rank)
             if self._asking and code == -signal.SIGSEGV:
                 # Reading the frames of running Python can crash: the question did that, and no fault of the rank.
                 self.places[rank] = _failures.describe_place(frames)
             else:
                 self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
+
+    def _last_frames(self, rank: int) -> list:
+        """What faulthandler wrote of a rank that could say nothing itself."""
+        return _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
 
     def _fail(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
@@ -222,9 +223,7 @@ def split_lines(text: str) -> list[str]:
 def _show_lines(rank: int, lines: list[str], stream) -> None:
     if not lines:
         return
-    shown = [
-        line if len(line) <= _MAX_SHOWN_CHARS else line[:_MAX_SHOWN_CHARS] + " ..." for line in lines[:_MAX_SHOWN_LINES]
-    ]
+    shown = [line[:_MAX_SHOWN_CHARS] + " ..." * (len(line) > _MAX_SHOWN_CHARS) for line in lines[:_MAX_SHOWN_LINES]]
     if len(lines) > _MAX_SHOWN_LINES:
         shown.append(f"... {len(lines) - _MAX_SHOWN_LINES:,} more lines")
     stream.write("".join(f"[rank {rank}] {line}\n" for line in shown))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import io
 import linecache
 import math
 import numbers
@@ -26,7 +25,7 @@ from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
 from course_lib.launch._turn import MOST_RANKS, take_turn
-from course_lib.launch._watch import Outcome, Output, Watch
+from course_lib.launch._watch import Output, Watch
 from course_lib.launch.limits import usable_cores
 from course_lib.validate import instance, number, whole
 
@@ -116,7 +115,6 @@ def launch(
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
     _check_arguments(fn, world_size, timeout, threads, where, on_report)
-    _check_current_folder()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
@@ -134,12 +132,12 @@ def launch(
             (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
             output = Output(ranks, world_size, on_report)
             if where is None:
-                outcome = _run_processes(folder, settings, output)
+                watch = _run_processes(folder, settings, output)
             else:
-                outcome = _slurm.run(where, timeout, folder, settings, output)
+                watch = _slurm.run(where, timeout, folder, settings, output)
             if not quiet:
                 output.show()
-            _raise_if_failed(world_size, timeout, outcome, output)
+            _raise_if_failed(world_size, timeout, watch, output)
             values = [_load_result(ranks, rank) for rank in range(world_size)]
             lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
         except _failures.Interrupted:
@@ -148,8 +146,8 @@ def launch(
             raise _failures.Interrupted(_failures.interrupted_text(world_size, {})) from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    rank_seconds, peak_bytes = ([outcome.done[rank][i] for rank in range(world_size)] for i in (0, 1))
-    nodes = tuple(node for _, node in sorted(outcome.nodes.items()))
+    rank_seconds, peak_bytes = ([watch.done[rank][i] for rank in range(world_size)] for i in (0, 1))
+    nodes = tuple(node for _, node in sorted(watch.nodes.items()))
     return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why, nodes)
 
 
@@ -175,19 +173,15 @@ class _BarOfRank:
     def __init__(self, link):
         self._link = link
         self._sent_at = -math.inf
-        self._last = None
 
     def draw(self, description: str, count: int, total: int | None) -> None:
         self._last = (description, count, total)
         if time.monotonic() - self._sent_at > _REPORT_S:
-            self._send()
+            self.close()
+            self._sent_at = time.monotonic()
 
     def close(self) -> None:
-        self._send()
-
-    def _send(self) -> None:
         self._link.send("progress", *self._last)
-        self._sent_at = time.monotonic()
 
 
 def report(name: str, value: float) -> None:
@@ -218,6 +212,12 @@ def _check_arguments(fn, world_size, timeout, threads, where, on_report) -> None
         if not isinstance(where, Slurm):
             raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")
         where.check_launch(world_size, timeout)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "the current folder, in which ranks would start, has been removed; os.chdir() to one that is there"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -232,15 +232,6 @@ def _turn(world_size: int, threads: int) -> Iterator[int]:
         finally:
             bar.close()
         yield min(threads, max(1, (usable_cores() - taken) // world_size)) if taken else threads
-
-
-def _check_current_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ValueError(
-            "the current folder, in which ranks would start, has been removed; os.chdir() to one that is there"
-        ) from None
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -260,9 +251,7 @@ class _Pickler(cloudpickle.Pickler):
 
 def dump(value: object) -> bytes:
     """Return a value as a rank loads it: functions and classes of a notebook as code, tensors for the rank's device."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
+    return _rank.dump(value, _Pickler)
 
 
 def _dump_function(fn: Callable, args: tuple) -> bytes:
@@ -276,54 +265,38 @@ def _dump_function(fn: Callable, args: tuple) -> bytes:
         ) from error
 
 
-def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
+def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Watch:
     world = _processes.World(str(folder / "ranks"), settings.world_size)
     watch = Watch(world, settings.world_size, output, folder / "ranks")
     try:
-        watch.until(settings.deadline)
-        if watch.unfinished() or watch.failures:
-            watch.ask_where()
-        else:
-            watch.let_leave(LEAVE_S[settings.backend])
+        return watch.follow(settings.deadline, LEAVE_S[settings.backend])
     except KeyboardInterrupt:
         watch.ask_where()
         raise _failures.Interrupted(_failures.interrupted_text(settings.world_size, watch.places)) from None
     finally:
         world.end()
-    return Outcome(watch.done, watch.failures, watch.places, {})
 
 
-def _raise_if_failed(world_size: int, timeout: float, outcome: Outcome, output: Output) -> None:
-    _, failures, places, nodes = outcome
-    if failures:
-        rank = _failures.first_failure(failures)
-        stderr = "\n".join(output.lines(rank, "err"))
-        text = _failures.failure_text(rank, world_size, failures, places, stderr, nodes)
-        raise RankError(text, rank, nodes.get(rank))
-    if places:
-        raise RankError(_failures.hang_text(world_size, timeout, places, nodes))
+def _raise_if_failed(world_size: int, timeout: float, watch: Watch, output: Output) -> None:
+    if watch.failures:
+        rank = _failures.first_failure(watch.failures)
+        text = _failures.failure_text(rank, world_size, watch, "\n".join(output.lines(rank, "err")))
+        raise RankError(text, rank, watch.nodes.get(rank))
+    if watch.places:
+        raise RankError(_failures.hang_text(world_size, timeout, watch))
 
 
 def _settings(world_size: int, timeout: float, backend: str, threads: int) -> _rank.Settings:
-    return _rank.Settings(
-        world_size=world_size,
-        backend=backend,
-        threads=threads,
-        deadline=time.monotonic() + timeout,
-        environment=dict(os.environ),
-        directory=os.getcwd(),
-        sys_path=list(sys.path),
-        cell_sources={
-            file: entry for file, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
-        },
-    )
+    """What a rank takes over from this process, as it is now."""
+    cells = {file: entry for file, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None}
+    deadline, environment = time.monotonic() + timeout, dict(os.environ)
+    return _rank.Settings(world_size, backend, threads, deadline, environment, os.getcwd(), list(sys.path), cells)
 
 
 def _load_result(folder: Path, rank: int):
     try:
         return cloudpickle.loads((folder / f"{rank}.result").read_bytes())
     except Exception as error:  # unpickling runs code of any class, which may raise anything
-        text = (
-            f"rank {rank} returned something that cannot be rebuilt in the notebook ({type(error).__name__}: {error})"
-        )
+        kind = type(error).__name__
+        text = f"rank {rank} returned something that cannot be rebuilt in the notebook ({kind}: {error})"
         raise RankError(text + "; return numbers, tensors, or lists, dicts and dataclasses of them", rank) from error

@@ -32,13 +32,10 @@ def usable_processes(of_process: str = "/proc/self/cgroup", mounted_at: str = "/
         left += [] if limit is None or used is None else [limit - used]
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.getuid() != 0 and 0 <= most <= _TIGHT_PROCESSES:
-        left.append(most - _threads_of(os.getuid()))
+        found = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+        own = [info for info in found if info["uids"] and info["uids"].real == os.getuid()]
+        left.append(most - sum(info["num_threads"] or 0 for info in own))
     return max(0, min(left)) if left else None
-
-
-def _threads_of(uid: int) -> int:
-    found = psutil.process_iter(["uids", "num_threads"])
-    return sum(one.info["num_threads"] or 0 for one in found if one.info["uids"] and one.info["uids"].real == uid)
 
 
 def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys/fs/cgroup") -> tuple[int, int]:

@@ -10,17 +10,7 @@
 
 torchrun's variables win: inside a Slurm job it starts the ranks, and srun only the agents.
 
-Who can reach the ports, and what for. Nothing that ranks send each other is unpickled, so that no port runs code:
-
-    one machine          over the machine's loopback, which other users of the machine reach too. torchrun and
-                         accelerate listen themselves, on all interfaces, at port 29500 unless told another: for bytes
-                         and JSON, as long as their rendezvous is static (their own choice)
-    several machines     rank 0 listens on one address of its node, ranks on those of theirs, without a password: who
-                         reaches these ports can disturb a run and change its numbers. A site closes them with a
-                         firewall, nodes for one user at a time, or a network of the jobs' own
-    --rdzv-backend c10d  and --standalone, which chooses it: torchrun keeps its state as a pickle in a store on all
-                         interfaces: who reaches that port runs code. With `--rdzv-conf store_type=file` and a file of
-                         yours as --rdzv-endpoint there is no such port
+Who can reach the ports, and what for: docs/SHARED_MACHINES.md. Nothing that ranks send each other is unpickled.
 """
 
 import errno
@@ -90,15 +80,10 @@ def _torchrun_place(environment: Mapping[str, str]) -> Place:
     engine = "accelerate" if _STARTED_BY_ACCELERATE in environment else "torchrun"
     if "MASTER_ADDR" not in environment and world_size > 1:
         raise ValueError(f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set; start ranks with torchrun or srun")
-    return Place(
-        engine,
-        rank,
-        world_size,
-        _number(environment, "LOCAL_RANK"),
-        _number(environment, "LOCAL_WORLD_SIZE"),
-        environment.get("MASTER_ADDR"),
-        _number(environment, "MASTER_PORT") if "MASTER_ADDR" in environment else None,
-    )
+    local_rank, local_world_size = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
+    address = environment.get("MASTER_ADDR")
+    port = None if address is None else _number(environment, "MASTER_PORT")
+    return Place(engine, rank, world_size, local_rank, local_world_size, address, port)
 
 
 def _srun_place(environment: Mapping[str, str]) -> Place:
@@ -257,12 +242,8 @@ def check_owned(folder: Path) -> None:
 
 def as_torchrun(place: Place) -> dict[str, str]:
     """The variables that torchrun would set. Where rank 0's address is loopback, so is the network of all."""
-    variables = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-    }
+    names = ("rank", "world_size", "local_rank", "local_world_size")
+    variables = {name.upper(): str(getattr(place, name)) for name in names}
     if place.address is not None:
         variables |= {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}
     if place.address is None or place.address in LOOPBACK or place.local_world_size == place.world_size:

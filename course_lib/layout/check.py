@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
 from course_lib.layout.experts import check_expert_parallel
-from course_lib.layout.mesh import AXES, check_ep_size, check_order, check_replicas
+from course_lib.layout.mesh import AXES, check_groups, check_order
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.schedules import SCHEDULES, check_request
@@ -40,19 +40,7 @@ _FARTHEST = 16_384  # the largest number that is tried
 BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it for something else
 
 
-def check_layout(layout: Layout) -> None:
-    """Raises ValueError if no model could lie so."""
-    _raise_first(layout, _LAYOUT_CHECKS)
-
-
-def check_layout_and_model(layout: Layout, config: ModelConfig, seq_len: int | None = None) -> None:
-    """Raises ValueError if this model, or sequences of this length, cannot lie so."""
-    _raise_first(layout, _LAYOUT_CHECKS + _model_checks(config, seq_len), config, passed=len(_LAYOUT_CHECKS))
-
-
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
-
-# --- what no model could do
 
 
 def _size(name: str, layout: Layout) -> str | None:
@@ -76,9 +64,8 @@ def _expert_tp(layout: Layout) -> str | None:
 
 def _tokens_of_tp(layout: Layout) -> str | None:
     if layout.folded and not layout.sequence_parallel:
-        why = f"expert_tp is {layout.expert_tp}"
-        if layout.expert_tp is None:
-            why = f"ep ({layout.ep}) is more than dp x cp = {layout.dp} x {layout.cp} = {layout.data_size}"
+        many = f"ep ({layout.ep}) is more than dp x cp = {layout.dp} x {layout.cp} = {layout.data_size}"
+        why = many if layout.expert_tp is None else f"expert_tp is {layout.expert_tp}"
         return (
             f"{why}, so whole experts are spread over tp's ranks ({layout.tp}) too, each of which routes its own "
             "tokens; sequence_parallel (false) must be true"
@@ -86,7 +73,7 @@ def _tokens_of_tp(layout: Layout) -> str | None:
 
 
 def _replicas(layout: Layout) -> str | None:
-    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate, layout.fold)
+    check_groups(layout.dp, layout.cp, layout.ep, layout.dp_replicate, layout.fold)
     if layout.dp_replicate > 1 and layout.zero_stage == 0:
         made = f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards"
         return f"{made}, but zero_stage (0) shards nothing"
@@ -114,7 +101,7 @@ _LAYOUT_CHECKS: list[Check] = [
     *[(partial(_choice, name), (name,)) for name in CHOICES],
     (lambda of: check_order(of.order), ("order",)),
     (_expert_tp, ("expert_tp",)),
-    (lambda of: check_ep_size(of.dp, of.cp, of.ep, of.fold), ("ep",)),
+    (lambda of: check_groups(of.dp, of.cp, of.ep, fold=of.fold), ("ep",)),
     (_tokens_of_tp, ("sequence_parallel", "ep")),
     (_replicas, ("dp_replicate", "zero_stage")),
     (
@@ -138,9 +125,6 @@ _LAYOUT_CHECKS: list[Check] = [
     ),
     (_layers_of_stage, ("layers_of_stage",)),
 ]  # fmt: skip
-
-
-# --- what this model does not allow, or this engine does not do for it
 
 
 def _features(config: ModelConfig, layout: Layout) -> str | None:
@@ -223,11 +207,10 @@ def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check
     ]
 
 
-# --- the first that fails, and what is nearest to it
-
-
-def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None, passed: int = 0) -> None:
-    """passed: so many of the checks a layout passed when it was made."""
+def check_layout(layout: Layout, config: ModelConfig | None = None, seq_len: int | None = None) -> None:
+    """Raises ValueError if no model could lie so; with a config, if this one, or sequences of this length, cannot."""
+    checks = _LAYOUT_CHECKS + (_model_checks(config, seq_len) if config else [])
+    passed = len(_LAYOUT_CHECKS) if config else 0  # when the layout was made
     for index, (check, names) in enumerate(checks[passed:], passed):
         refusal = _refusal(check, layout)
         if refusal and _NEAREST not in refusal:
@@ -252,7 +235,8 @@ def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], conf
     for name in names:
         for values in _candidates(layout, name, config):
             for value in values:
-                other = _changed(layout, name, value)
+                other = copy(layout)
+                object.__setattr__(other, name, value)  # unchecked
                 if not any(_refusal(check, other) for check, _ in needed):
                     found.append(f"{name}={as_text(value)}")
                     break
@@ -279,13 +263,6 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
 def _whole(value: object) -> int:
     """A whole number near what was given, 1 where it is none."""
     return int(value) if isinstance(value, int | float) and abs(value) < 2**63 else 1
-
-
-def _changed(layout: Layout, name: str, value: object) -> Layout:
-    """A copy with another value, unchecked."""
-    other = copy(layout)
-    object.__setattr__(other, name, value)
-    return other
 
 
 def as_text(value: object) -> str:

@@ -3,8 +3,6 @@
 layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course_lib.validate import Size, check_fields, checked
+from course_lib.validate import Size, check_fields, checked, one_of
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
 ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
@@ -27,16 +27,13 @@ REPLICA_AXES = ("shard", "replicate", "expert_shard", "expert_replicate")  # and
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
-
-    order    the axes, outermost first; the formula is that of the default
-    """
+    """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank."""
 
     pp: Size = 1
     dp: Size = 1
     cp: Size = 1
     tp: Size = 1
-    order: tuple[str, ...] = AXES
+    order: tuple[str, ...] = AXES  # outermost first; the formula is that of the default
 
     def __post_init__(self):
         check_fields(self)
@@ -45,7 +42,6 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.order}
 
     @property
@@ -73,7 +69,7 @@ class Mesh:
     def rank(self, **coordinates: int) -> int:
         """The rank that sits at these coordinates; an axis of size 1 may be left out."""
         for axis in coordinates:
-            _check_axis(axis)
+            one_of("axis", axis, AXES)
         rank = 0
         for axis, size in self.sizes.items():
             if axis not in coordinates and size > 1:
@@ -90,7 +86,7 @@ class Mesh:
 
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from `rank` along `axis` only, itself included, in order."""
-        _check_axis(axis)
+        one_of("axis", axis, AXES)
         stride = self.strides[axis]
         first = rank - self.coordinates(rank)[axis] * stride
         return [first + index * stride for index in range(getattr(self, axis))]
@@ -105,13 +101,9 @@ class Mesh:
         return sorted(other for one in data for other in self.ranks_along("tp", one)) if folded else data
 
     def members(self, rank: int, ep_size: int = 1, replicas: int = 1, folded: bool = False) -> dict[str, list[int]]:
-        """The ranks of each group that `rank` is in, by axis of ALL_AXES, with replicas also of REPLICA_AXES.
-
-        folded   experts are spread over tp's ranks too
-        """
+        """The ranks of each group of `rank`, by axis of ALL_AXES, and of REPLICA_AXES; folded: experts over tp too."""
         fold = self.tp if folded else 1
-        check_ep_size(self.dp, self.cp, ep_size, fold)
-        check_replicas(self.dp, self.cp, ep_size, replicas, fold)
+        check_groups(self.dp, self.cp, ep_size, replicas, fold)
         data, experts = self.data_ranks(rank), self.expert_ranks(rank, folded)
         run, place = divmod(experts.index(rank), ep_size)
         groups = {axis: self.ranks_along(axis, rank) for axis in AXES} | {
@@ -127,13 +119,7 @@ class Mesh:
 
     def all_ranks_along(self, axis: str) -> list[list[int]]:
         """Every group of `axis`, in order of their first ranks: together they hold each rank once."""
-        groups = (self.ranks_along(axis, rank) for rank in range(self.world_size))
-        return [group for rank, group in enumerate(groups) if group[0] == rank]
-
-
-def _check_axis(axis: str) -> None:
-    if axis not in AXES:
-        raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
+        return [group for rank in range(self.world_size) if (group := self.ranks_along(axis, rank))[0] == rank]
 
 
 def check_order(order: Sequence[str]) -> None:
@@ -149,9 +135,18 @@ def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list
     return ranks[run * size : (run + 1) * size], ranks[place::size]
 
 
-def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size = 1) -> None:
-    """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does."""
-    product, sizes, size = _carved(dp, cp, fold)
+def check_groups(dp: Size, cp: Size, ep_size: Size, replicas: Size = 1, fold: Size = 1) -> None:
+    """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp.
+
+    And unless the ranks that have the same experts make up so many equal groups (replicas), and data does.
+    """
+    product, sizes, ranks, size = "dp x cp", f"{dp} x {cp}", "data", dp * cp * fold
+    if fold > 1:
+        product, sizes, ranks = f"{product} x tp", f"{sizes} x {fold}", "data and tp"
+    if size % ep_size:
+        raise ValueError(
+            f"ep ({ep_size}) must divide {product} = {sizes} = {size}: ep is carved out of the ranks of {ranks}"
+        )
     if size // ep_size % replicas or dp * cp % replicas:
         raise ValueError(
             f"dp_replicate ({replicas}) must divide {product} / ep = {sizes} / {ep_size} = {size // ep_size}"
@@ -160,35 +155,14 @@ def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size
         )
 
 
-def check_ep_size(dp: Size, cp: Size, ep_size: Size, fold: Size = 1) -> None:
-    """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp."""
-    product, sizes, size = _carved(dp, cp, fold)
-    if size % ep_size:
-        ranks = "data" if fold == 1 else "data and tp"
-        raise ValueError(
-            f"ep ({ep_size}) must divide {product} = {sizes} = {size}: ep is carved out of the ranks of {ranks}"
-        )
-
-
-def _carved(dp: int, cp: int, fold: int) -> tuple[str, str, int]:
-    """What ep is carved out of: names of the axes, their sizes, and the product."""
-    if fold == 1:
-        return "dp x cp", f"{dp} x {cp}", dp * cp
-    return "dp x cp x tp", f"{dp} x {cp} x {fold}", dp * cp * fold
-
-
 @dataclass(frozen=True)
 class AxisLinks:
-    """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them.
-
-    kind     "none" (a group of one) | "node" (each group inside one node) | "network" (no two of a group share a node)
-             | "both"
-    """
+    """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them."""
 
     size: int  # ranks of a group
     in_node: int  # of these, how many are on a rank's own node, itself included: the fewest
     nodes: int  # over which a group is spread: the most
-    kind: str
+    kind: str  # "none" (of one rank) | "node" (each inside one node) | "network" (no two share a node) | "both"
 
 
 @checked

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from course_lib.config import ModelConfig
 from course_lib.validate import Amount, Count, Size, checked, one_of
@@ -72,7 +71,7 @@ def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
     if left or num_stages < 2 or each < 2:
         raise ValueError(
             f"num_layers + 2 ({num_layers + 2}) must be a multiple of the stages ({num_stages}, two or more), with at "
-            "least 2 for each; choose another number of either, or balanced_layers"
+            "least 2 for each; choose another number of either, or give layers_of_stage"
         )
     return [each - 1, *[each] * (num_stages - 2), each - 1]
 
@@ -93,10 +92,7 @@ def check_num_stages(num_layers: Size, num_stages: Size) -> None:
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own, dense ones first.
-
-    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
-    """
+    """The layers of a stage, dense ones first, as a model with both ends; of dense layers alone it has no experts."""
     one_of("stage", stage, range(len(layers)))
     return _layers_of_config(config, layers[stage], sum(layers[:stage]))
 
@@ -109,11 +105,6 @@ def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> Mode
         dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
         moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
-
-
-@checked
-def check_method(method: Literal[CP_METHODS]) -> None:
-    """Raises ValueError unless it is a way to exchange keys and values."""
 
 
 @checked

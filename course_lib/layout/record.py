@@ -11,14 +11,12 @@ folded      whole experts, spread over data x tp = world / pp; expert_dp is then
 a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from course_lib.config import ModelConfig
-from course_lib.layout.check import BETWEEN_ITEMS, SPLIT_BACKWARD, as_text, check_layout, check_layout_and_model
+from course_lib.layout.check import BETWEEN_ITEMS, SPLIT_BACKWARD, as_text, check_layout
 from course_lib.layout.mesh import AXES, Mesh
 from course_lib.schedules import placement, stages_per_rank
 from course_lib.validate import Size, checked
@@ -28,48 +26,35 @@ from course_lib.validate import Size, checked
 class Layout:
     """Sizes and choices of a run; whatever is left out is the choice of one process.
 
-    dp, cp, tp, pp     ranks along each axis
-    ep                 over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data
-                       and tp, tp's ranks first where tp is innermost
-    expert_tp          over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts
-                       (folded). None: tp where ep is at most dp x cp, else 1
-    zero_stage         0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
-    dp_replicate       HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum gradients of shards
-    sequence_parallel  norms and residual stream cut over tp along the sequence
-    regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
-    schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
-    micro_batch        sequences that go through the model at once, on each dp rank
-    micro_batches      micro-batches of a step, on each dp rank: also those of the pipeline
-    recompute          "none" | "selective" (the attention core again in backward) | "full" (each block)
-    cp_method          "ring" | "all_gather" | "ulysses"
-    cp_sharding        "contiguous" | "zigzag" | "striped"
-    layers_of_stage    how many layers each stage has, in the model's order; None: evenly. 0 where an engine can
-    expert_method      "plain" | "once_per_rank": a row for each choice, or one for each rank
-    order              the axes on the hardware, outermost first
-
     Raises   ValueError that names the offending numbers and the nearest possible ones
     """
 
-    dp: int = 1
+    dp: int = 1  # ranks along each axis
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    zero_stage: int = 0
-    dp_replicate: int = 1
-    sequence_parallel: bool = False
-    regather: bool = False
-    schedule: str = "1f1b"
-    v: int = 1
-    micro_batch: int = 1
-    micro_batches: int = 1
-    recompute: str = "none"
-    cp_method: str = "ring"
-    cp_sharding: str = "zigzag"
-    layers_of_stage: tuple[int, ...] | None = None
-    expert_method: str = "plain"
-    order: tuple[str, ...] = AXES
+    # over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data and tp, tp's ranks
+    ep: int = 1  # first where tp is innermost
+    # over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts (folded)
+    expert_tp: int | None = None  # None: tp where ep is at most dp x cp, else 1
+    zero_stage: int = 0  # | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
+    dp_replicate: int = (
+        1  # HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum shards' gradients
+    )
+    sequence_parallel: bool = False  # norms and residual stream cut over tp along the sequence
+    regather: bool = (
+        False  # with that: matrices keep this rank's tokens alone for backward, and gather the others again
+    )
+    schedule: str = "1f1b"  # of the pipeline, a name of `schedules.SCHEDULES`
+    v: int = 1  # stages a rank of "interleaved"
+    micro_batch: int = 1  # sequences that go through the model at once, on each dp rank
+    micro_batches: int = 1  # of a step, on each dp rank: also those of the pipeline
+    recompute: str = "none"  # | "selective" (the attention core again in backward) | "full" (each block)
+    cp_method: str = "ring"  # | "all_gather" | "ulysses"
+    cp_sharding: str = "zigzag"  # | "contiguous" | "striped"
+    layers_of_stage: tuple[int, ...] | None = None  # in the model's order; None: evenly. 0 where an engine can
+    expert_method: str = "plain"  # a row for each choice | "once_per_rank"
+    order: tuple[str, ...] = AXES  # the axes on the hardware, outermost first
 
     def __post_init__(self):
         for name in ("layers_of_stage", "order"):
@@ -121,7 +106,6 @@ class Layout:
         return ("shard", "expert_shard") if self.dp_replicate > 1 else ("data", "expert_dp")
 
     def members(self, rank: int) -> dict[str, list[int]]:
-        """The ranks of each group that `rank` is in, by axis."""
         return self.mesh.members(rank, self.ep, self.dp_replicate, self.folded)
 
     @property
@@ -130,12 +114,10 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """Which rank of the pipeline has each stage."""
         return placement(self.schedule, self.pp, self.v)
 
     def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
@@ -149,57 +131,52 @@ class Layout:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one step, of all ranks together."""
         return self.dp * self.micro_batch * self.micro_batches
 
     @checked
     def check_model(self, config: ModelConfig, seq_len: Size | None = None) -> None:
         """Raises ValueError unless this model, and sequences of this length, can lie so: what, why, what is nearest."""
-        check_layout_and_model(self, config, seq_len)
+        check_layout(self, config, seq_len)
 
     def __str__(self) -> str:
         """What differs from one process, as `parse` reads it: dp=4,tp=2,zero_stage=1."""
-        different = [f"{name}={as_text(value)}" for name, value in self._values().items() if value != DEFAULTS[name]]
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        different = [f"{field.name}={as_text(value)}" for field, value in values if value != field.default]
         return ",".join(different) or "dp=1"
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """From "dp=2,tp=2,schedule=interleaved,v=2,sequence_parallel=true,layers_of_stage=3-5,order=pp-cp-dp-tp"."""
         values: dict[str, object] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not name or not value:
                 raise ValueError(f"{part.strip()!r} in layout {text!r} is not name=value; write dp=2,tp=2,zero_stage=1")
-            _check_name(name)
-            if name in values:
+            if _known(name) in values:
                 raise ValueError(f"{name} stands twice in layout {text!r}; give it once")
             values[name] = _from_text(name, value)
         return cls(**values)
 
     def to_dict(self) -> dict[str, object]:
         """All choices as JSON can hold them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in self._values().items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Layout:
+    def from_dict(cls, values: Mapping[str, object]) -> "Layout":
         """From what `to_dict` gave; what is left out is the choice of one process."""
-        for name in values:
-            _check_name(name)
-        return cls(**values)
-
-    def _values(self) -> dict[str, object]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return cls(**{_known(name): value for name, value in values.items()})
 
 
 DEFAULTS = {field.name: field.default for field in fields(Layout)}
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _check_name(name: str) -> None:
-    if name not in DEFAULTS:
-        near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
-        advice = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"a layout has no {name!r}; {advice}choose from {', '.join(DEFAULTS)}")
+def _known(name: str) -> str:
+    if name in DEFAULTS:
+        return name
+    near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
+    advice = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"a layout has no {name!r}; {advice}choose from {', '.join(DEFAULTS)}")
 
 
 def _from_text(name: str, text: str) -> object:

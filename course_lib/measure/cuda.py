@@ -1,7 +1,5 @@
 """What a GPU's memory holds besides tensors: the allocator's rounding and cache, and the CUDA context."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +56,8 @@ def segment_bytes(nbytes: Bytes, expandable: bool = False) -> int:
 
     expandable   with expandable segments, which grow by units: 2 MiB for small tensors, 20 MiB for all others
     """
-    small = nbytes <= SMALL_TENSOR_BYTES
-    if expandable or small:
-        unit = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
-    elif nbytes < LARGE_TENSOR_BYTES:
-        unit = LARGE_SEGMENT_BYTES
-    else:
-        unit = SMALL_SEGMENT_BYTES  # a large tensor has a segment of its own, rounded up to 2 MiB
+    has_own = not expandable and nbytes >= LARGE_TENSOR_BYTES  # a segment of its own, rounded up to 2 MiB
+    unit = SMALL_SEGMENT_BYTES if nbytes <= SMALL_TENSOR_BYTES or has_own else LARGE_SEGMENT_BYTES
     return max(1, -(-nbytes // unit)) * unit
 
 

@@ -72,7 +72,6 @@ class ByteMeter(TorchDispatchMode):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent."""
         return sum(record.sent_bytes for record in self.records)
 
     @property
@@ -91,10 +90,10 @@ class ByteMeter(TorchDispatchMode):
         return dict(Counter(record.collective for record in self.records))
 
     def _sent_by(self, key: Callable[[CommRecord], str]) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        totals = Counter()
         for record in self.records:
-            totals[key(record)] = totals.get(key(record), 0) + record.sent_bytes
-        return totals
+            totals[key(record)] += record.sent_bytes
+        return dict(totals)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -115,9 +114,8 @@ class ByteMeter(TorchDispatchMode):
             raise NotImplementedError(
                 f"ByteMeter has no rule for the operator {func}; add one to course_lib.measure.meter._RULES"
             )
-        arguments = {
-            arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs  # those that are left out have defaults
+        names = (argument.name for argument in func._schema.arguments)
+        arguments = dict(zip(names, args, strict=False)) | kwargs  # those that are left out have defaults
         group = _group_of(arguments)
         axis = self.axis_of_group.get(group.group_name)
         for collective, payload_bytes, sent_bytes in _RULES[name](arguments, group.size(), group.rank()):
@@ -133,11 +131,6 @@ def _group_of(arguments: dict) -> dist.ProcessGroup:
 
 
 # -------------------------------------------------------------------------------------------- the ring's rules
-def _all_reduce_sent(tensor: torch.Tensor, size: int, rank: int) -> int:
-    skipped = _piece_bytes(tensor, size, rank) + _piece_bytes(tensor, size, (rank + 1) % size)
-    return 2 * tensor.nbytes - skipped
-
-
 def _piece_bytes(tensor: torch.Tensor, size: int, index: int) -> int:
     quotient, remainder = divmod(tensor.numel(), size)
     return (quotient + (index < remainder)) * tensor.element_size()
@@ -159,7 +152,8 @@ _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "te
 # rule(arguments of the operator by name, group size, my rank in the group) -> [(collective, payload_bytes, sent_bytes)]
 def _all_reduce(arguments, size, rank):
     tensors = _as_list(arguments, *_INPUTS)
-    return [("all_reduce", _nbytes(tensors), sum(_all_reduce_sent(tensor, size, rank) for tensor in tensors))]
+    skipped = sum(_piece_bytes(tensor, size, piece) for tensor in tensors for piece in (rank, (rank + 1) % size))
+    return [("all_reduce", _nbytes(tensors), 2 * _nbytes(tensors) - skipped)]
 
 
 def _by_input(collective: str, bytes_of: Callable, names: Sequence[str] = _INPUTS) -> Callable:
@@ -191,25 +185,25 @@ _send = _by_input("send", lambda nbytes, *_: (nbytes, nbytes))
 _recv = _by_input("recv", lambda nbytes, *_: (nbytes, 0))
 
 
-def _all_gather_list(arguments, size, rank):  # a list of shards, which may differ
-    shards = arguments["output_tensors"][0]
-    return [("all_gather", _nbytes(shards), _nbytes(shards) - shards[(rank + 1) % size].nbytes)]
+def _by_list(collective: str, name: str, own: int = 0) -> Callable:
+    """The rule of a list of pieces, which may differ: all are sent but that of rank + own."""
+
+    def rule(arguments, size, rank):
+        pieces = arguments[name][0] if isinstance(arguments[name][0], list) else arguments[name]
+        return [(collective, _nbytes(pieces), _nbytes(pieces) - pieces[(rank + own) % size].nbytes)]
+
+    return rule
 
 
-def _reduce_scatter_list(arguments, size, rank):  # a list of pieces, which may differ
-    pieces = arguments["input_tensors"][0]
-    return [("reduce_scatter", _nbytes(pieces), _nbytes(pieces) - pieces[rank].nbytes)]
+_all_gather_list = _by_list("all_gather", "output_tensors", own=1)
+_reduce_scatter_list = _by_list("reduce_scatter", "input_tensors")
+_all_to_all_list = _by_list("all_to_all", "input_tensors")
 
 
 def _all_to_all_single(arguments, size, rank):
     whole, rows = arguments["input"], arguments["input_split_sizes"]
     kept = whole.nbytes * rows[rank] // max(1, sum(rows)) if rows else whole.nbytes // size
     return [("all_to_all", whole.nbytes, whole.nbytes - kept)]
-
-
-def _all_to_all_list(arguments, size, rank):
-    pieces = arguments["input_tensors"]
-    return [("all_to_all", _nbytes(pieces), _nbytes(pieces) - pieces[rank].nbytes)]
 
 
 def _batch_p2p(arguments, size, rank):

@@ -1,20 +1,15 @@
 """What the tracker needs to know of torch's storages, DTensors and operators."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """List the plain tensors that hold a tensor's bytes on this rank: a DTensor's shard, a wrapper's inner tensors."""
-    if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
-        return [tensor]
     if is_dtensor(type(tensor)):
         return local_tensors(tensor._local_tensor)
     if hasattr(tensor, "__tensor_flatten__"):

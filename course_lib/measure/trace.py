@@ -21,9 +21,10 @@ that Python needs between two operators is exposed while a collective is under w
 import gzip
 import json
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -57,7 +58,6 @@ class RankTrace:
         return list(dict.fromkeys(span.lane for span in self.spans if span.lane != COMPUTE))
 
     def lane(self, *lanes: str) -> list[Span]:
-        """The spans of some lanes."""
         return [span for span in self.spans if span.lane in lanes]
 
 
@@ -78,8 +78,6 @@ class RankSeconds:
 
 
 # --- record
-
-
 def calls_of(step: Callable[[], object], axes: Mapping[str, Sequence[dist.ProcessGroup]]) -> dict:
     """Run a step; return its `calls` in order, each [axis, collective, bytes sent], and `axis_of_group`.
 
@@ -106,8 +104,6 @@ def trace_step(path: str | Path, step: Callable[[], object], calls: Mapping) -> 
 
 
 # --- read
-
-
 def read_trace(path: str | Path) -> RankTrace:
     """Read the trace of a rank that `trace_step` wrote.
 
@@ -138,9 +134,9 @@ def read_traces(folder: str | Path) -> list[RankTrace]:
     if not paths:
         raise ValueError(f"{folder} has no traces; give a folder with a .json or .json.gz file of each rank")
     traces = sorted(map(read_trace, paths), key=lambda trace: trace.rank)
-    twice = [rank for rank, count in Counter(trace.rank for trace in traces).items() if count > 1]
-    if twice:
-        raise ValueError(f"{folder} has several traces of rank {twice[0]}; give a folder with one of each")
+    for trace, following in pairwise(traces):
+        if trace.rank == following.rank:
+            raise ValueError(f"{folder} has several traces of rank {trace.rank}; give a folder with one of each")
     return traces
 
 
@@ -160,9 +156,8 @@ def _gpu_bars(events: list[dict], about: dict) -> list[tuple]:
     """(lane, name, start, stop) of all that ran on the GPU: a kernel of NCCL's says of which process group it is."""
     bars = []
     for event in (event for event in events if event.get("cat") in _ON_GPU):
-        lane = COMPUTE
-        if "nccl" in event["name"].lower():
-            lane = about["axis_of_group"].get(event.get("args", {}).get("Process Group Name"), OTHER_AXIS)
+        axis = about["axis_of_group"].get(event.get("args", {}).get("Process Group Name"), OTHER_AXIS)
+        lane = axis if "nccl" in event["name"].lower() else COMPUTE
         bars.append((lane, event["name"], event["ts"], event["ts"] + event["dur"]))
     return bars
 
@@ -200,20 +195,19 @@ def _pairs(calls: list, asked: list[dict], done: list[dict]) -> list[tuple]:
     Each process group has threads of its own that take its collectives in order. To which axis a thread belongs most of
     its records say, paired as they began; two that began at nearly the same time on two axes are then told apart.
     """
-    votes: dict[int, Counter] = {}
+    votes: dict[int, Counter] = defaultdict(Counter)
     for call, do in zip(calls, done, strict=True):
         if do["name"] not in _ONE_TO_ONE:
-            votes.setdefault(do["tid"], Counter())[call[0]] += 1
+            votes[do["tid"]][call[0]] += 1
     needed = Counter(call[0] for call in calls if f"{_GLOO}{call[1]}" not in _ONE_TO_ONE)
     _, axis_of_thread = _most_votes(sorted(votes), votes, needed)
-    waiting: dict[object, list[dict]] = {}
+    waiting: dict[object, list[dict]] = defaultdict(list)
     for do in done:
-        kind = do["name"] if do["name"] in _ONE_TO_ONE else axis_of_thread.get(do["tid"])
-        waiting.setdefault(kind, []).append(do)
+        waiting[do["name"] if do["name"] in _ONE_TO_ONE else axis_of_thread.get(do["tid"])].append(do)
     pairs = []
     for call, ask in zip(calls, asked, strict=True):
         one_to_one = f"{_GLOO}{call[1]}"
-        of_call = waiting.get(one_to_one if one_to_one in _ONE_TO_ONE else call[0])
+        of_call = waiting[one_to_one if one_to_one in _ONE_TO_ONE else call[0]]
         if not of_call:
             raise ValueError(f"gloo has no record of a {call[1]} over {call[0]} that was counted; trace the step again")
         pairs.append((call, ask, of_call.pop(0)))
@@ -236,8 +230,6 @@ def _most_votes(threads: list[int], votes: dict[int, Counter], needed: Counter) 
 
 
 # --- add up, and tell
-
-
 @dataclass(frozen=True)
 class Line:
     """A collective, or what was computed before the next one began: so many operators and the longest of them."""

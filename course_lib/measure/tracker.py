@@ -24,7 +24,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -32,14 +32,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from course_lib.measure.storages import is_dtensor, local_tensors, replaced, returns_fresh_storage, sharding_propagation
-from course_lib.measure.timeline import KINDS, Timeline
 from course_lib.validate import one_of
 
-__all__ = ["KINDS", "MemoryTracker", "Timeline"]
-
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
 _UNDECIDED = "undecided"  # made in a forward pass: an activation if a backward pass finds it alive, temporary if not
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which one mode hands an operator to the next
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive after each allocation and each release, by kind; a mark is (time_s, the phase that begins)."""
+
+    times_s: list[float]
+    bytes_by_kind: dict[str, list[int]]
+    marks: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> list[int]:
+        """All kinds together, at each time."""
+        return [sum(column) for column in zip(*(self.bytes_by_kind[kind] for kind in KINDS), strict=True)]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.total_bytes, default=0)
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak was made of (at its first moment)."""
+        return self.at(self.total_bytes.index(self.peak_bytes)) if self.times_s else dict.fromkeys(KINDS, 0)
+
+    def at(self, index: int) -> dict[str, int]:
+        return {kind: self.bytes_by_kind[kind][index] for kind in KINDS}
+
+    def between(self, start_s: float, stop_s: float) -> Timeline:
+        """The same timeline, cut to a span of time (its first entry says what was alive at the start)."""
+        first = max(0, sum(t <= start_s for t in self.times_s) - 1)
+        last = sum(t <= stop_s for t in self.times_s)
+        columns = {kind: column[first:last] for kind, column in self.bytes_by_kind.items()}
+        marks = [mark for mark in self.marks if start_s <= mark[0] <= stop_s]
+        return Timeline(self.times_s[first:last], columns, marks)
 
 
 class _StorageRef(weakref.ref):
@@ -47,23 +79,19 @@ class _StorageRef(weakref.ref):
 
     __slots__ = ("address",)
 
-    def __new__(cls, storage: torch.UntypedStorage, callback: Callable) -> _StorageRef:
-        reference = super().__new__(cls, storage, callback)
-        reference.address = storage._cdata
-        return reference
-
     def __init__(self, storage: torch.UntypedStorage, callback: Callable) -> None:
         super().__init__(storage, callback)
+        self.address = storage._cdata
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """One storage: its size now, its kind (perhaps undecided), and the stretch of forward computation that made it."""
 
-    __slots__ = ("episode", "kind", "nbytes", "reference")
-
-    def __init__(self, kind: str, nbytes: int, episode: int) -> None:
-        self.kind, self.nbytes, self.episode = kind, nbytes, episode
-        self.reference: _StorageRef | None = None
+    kind: str
+    nbytes: int
+    episode: int
+    reference: _StorageRef | None = None
 
 
 @dataclass(frozen=True)
@@ -96,9 +124,8 @@ class MemoryTracker(TorchDispatchMode):
                 "model has no parameters, so there is nothing to classify; pass the module that is trained"
             )
         if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
-            raise ValueError(
-                f"optimizer is a {type(optimizer).__name__}, required: a torch.optim.Optimizer; pass that one"
-            )
+            found = type(optimizer).__name__
+            raise ValueError(f"optimizer is a {found}, required: a torch.optim.Optimizer; pass that one")
         self.model, self.optimizer, self.device_type = model, optimizer, first.device.type
         self._blocks: dict[int, _Block] = {}  # address of the storage -> block
         self._events: list[tuple[float, _Block, int]] = []
@@ -113,7 +140,6 @@ class MemoryTracker(TorchDispatchMode):
         self._cleanup: contextlib.ExitStack | None = None
 
     # ---- what one asks it
-
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes alive at once since the start or the last `reset`."""
@@ -121,7 +147,6 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """What that peak was made of."""
         return self.timeline.peak_by_kind
 
     @property
@@ -171,7 +196,6 @@ class MemoryTracker(TorchDispatchMode):
         return self.current_by_kind()[kind]
 
     def current_by_kind(self) -> dict[str, int]:
-        """Bytes alive now, by kind."""
         self._classify_known()
         now = dict.fromkeys(KINDS, 0)
         for block in list(self._blocks.values()):
@@ -198,7 +222,6 @@ class MemoryTracker(TorchDispatchMode):
         self._events, self._marks, self._peak = [], [], self._total
 
     # ---- entering and leaving
-
     def __enter__(self) -> MemoryTracker:
         with contextlib.ExitStack() as stack:
             self._active = True
@@ -227,14 +250,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _register_hooks(self) -> list:
         """Register the hooks that tell phases and gradients, and return their handles."""
-        handles = [
-            self.model.register_forward_pre_hook(self._before_forward),
-            *(
-                p.register_post_accumulate_grad_hook(self._after_grad)
-                for p in self.model.parameters()
-                if p.requires_grad and p.is_leaf
-            ),
-        ]
+        leaves = [param for param in self.model.parameters() if param.requires_grad and param.is_leaf]
+        handles = [param.register_post_accumulate_grad_hook(self._after_grad) for param in leaves]
+        handles.append(self.model.register_forward_pre_hook(self._before_forward))
         if self.optimizer is not None:
             handles.append(self.optimizer.register_step_pre_hook(self._before_step))
             handles.append(self.optimizer.register_step_post_hook(self._after_step))
@@ -259,7 +277,6 @@ class MemoryTracker(TorchDispatchMode):
         self.mark("end of step")
 
     # ---- seeing operators
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
@@ -275,12 +292,9 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten.add.Tensor and _adds_for_autograd():
             self._see_sum(out, args[0])
         elif returns_fresh_storage(func):
-            if isinstance(out, torch.Tensor):
-                self._see(out)
-            else:
-                for leaf in tree_leaves(out):
-                    if isinstance(leaf, torch.Tensor):
-                        self._see(leaf)
+            for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf)
         return out
 
     def _note_phase(self) -> None:
@@ -372,7 +386,6 @@ class MemoryTracker(TorchDispatchMode):
             self._events.append((time.perf_counter() - self._start_s, block, change))
 
     # ---- saying what a storage is
-
     def _classify_known(self) -> None:
         """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
         for parameter in self.model.parameters():
@@ -382,14 +395,11 @@ class MemoryTracker(TorchDispatchMode):
                 if gradient is not None:
                     self.claim(gradient, "gradients")
         if self.optimizer is not None:
-            mine = {id(p) for p in self.model.parameters()}
-            for leaf in tree_leaves(list(self.optimizer.state.values())):
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in mine:
+            of_model = {id(p) for p in self.model.parameters()}
+            params = [group["params"] for group in self.optimizer.param_groups]
+            for leaf in tree_leaves([params, list(self.optimizer.state.values())]):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in of_model:
                     self.claim(leaf, "optimizer")
-            for group in self.optimizer.param_groups:
-                for leaf in group["params"]:
-                    if id(leaf) not in mine:
-                        self.claim(leaf, "optimizer")
 
     def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
         block = self._blocks.get(storage._cdata)
@@ -400,7 +410,6 @@ class MemoryTracker(TorchDispatchMode):
             block.kind = kind
 
     # ---- two wrappers, in place only inside the `with` block
-
     def _following_resize(self, resize: Callable) -> Callable:
         """FSDP frees and refills whole parameters by resizing their storage, which no operator shows."""
 

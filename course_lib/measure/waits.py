@@ -83,7 +83,6 @@ def record_waits(on_gpu: bool = False) -> Iterator[Spans]:
 
 def own_seconds(span: Span, waits: Sequence[Span]) -> float:
     """Return the span's seconds without the waits that lie in it; `waits` are in the order of time."""
-    first, last = (
-        bisect_left(waits, moment_s, key=lambda wait: wait.start_s) for moment_s in (span.start_s, span.stop_s)
-    )
+    first = bisect_left(waits, span.start_s, key=lambda wait: wait.start_s)
+    last = bisect_left(waits, span.stop_s, key=lambda wait: wait.start_s)
     return span.seconds - sum(wait.seconds for wait in waits[first:last])

@@ -1,13 +1,9 @@
 """Memory of training, as formulas.
 
-states.py        parameters, gradients, optimizer: bytes a parameter, recipe by recipe; adapters; active parameters
-ranks.py         what a rank runs: a narrower model over tp, fewer tokens over cp; what crosses between stages
+states.py        tensors of a model and of a rank of tp; parameters, gradients, optimizer; adapters; ZeRO; offload
 flats.py         the parameter tensors of a rank: stages, units, and the flats that are summed and sharded
-zero.py          ZeRO: what a rank holds of each kind, under any layout; offload
 run.py           a run as one record: model, layout, recipe, device, optimizer
 activations.py   what is saved for the backward pass, term by term, under any layout
-backward.py      what a backward holds layer by layer, which gradients have come, what ZeRO puts together
-peak.py          the fullest moment of a step: what is in flight, what each moment holds, and the update
+peak.py          the fullest moment of a step: what is in flight, what a backward holds, which gradients have come
 budget.py        budgets(run): all of it together, for each rank of a pipeline
-papers.py        the published activation formulas of Korthikanti et al.
 """

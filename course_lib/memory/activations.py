@@ -8,66 +8,63 @@ that are not gathered again. One block of an undivided Llama saves of each token
     MLP         D and a statistic; D; gate, up, silu and their product: 4 F
 
 GPT's norms have two statistics, its MLP 2 F, its dropout a byte for each of 2 D numbers.
+
+Below are the papers' counts: 2-byte numbers, a GPT block with dropout and an MLP of width 4 h (s sequence, b
+micro-batch, h hidden size, a heads).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from course_lib.config import ModelConfig, require_dense
+from course_lib.config import ModelConfig, Recompute, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
-from course_lib.memory.states import Recipe, block_shapes, recipe_of
+from course_lib.memory.states import Recipe, block_shapes, narrow, recipe_of
+from course_lib.validate import Size, checked
 
 FP32, INT64, MASK = 4, 8, 1  # bytes of a float32, of a token id or a place, of a bool
 CHOICE = INT64 + FP32 + MASK  # of a token's choice of an expert: its place, its weight, whether it has room
 Terms = dict[str, int]
 
 
-@dataclass(frozen=True)
 class Part:
     """What one rank computes of a micro-batch: `local` is its model, narrower by tp, `rows` are its tokens.
 
-    own_rows   tokens outside attention and MLP, which sequence parallelism cuts once more
+    own_rows   tokens outside attention and MLP, which sequence parallelism cuts once more; `stream` bytes of them
     entered    tokens of a matrix's saved input: all rows, or own ones that backward gathers again
     routed     tokens that go to experts from here: all rows, or folded own ones; `came` rows come to its experts
     e, r       bytes of a number in matrix products, and of the residual stream: autocast leaves it as parameters are
     fp32       bytes of what is computed in FP32 at least; `softmax` of scores, on a GPU not autocast
     in_layers  whether any layer trains, and not the head alone; `is_away`: activations wait off the device
     split      whether gradients of weights may wait for a backward's second part
+    head_in_forward   whether forward makes the head's gradients chunk by chunk, in place of its input and logits
     """
 
-    run: Run
-    local: ModelConfig
-    engine: EngineFacts
-    rows: int
-    own_rows: int
-    entered: int
-    routed: int
-    came: int
-    d_expert: int
-    e: int
-    r: int
-    fp32: int
-    softmax: int
-    in_layers: bool
-    is_away: bool
-    split: bool
-
-    @property
-    def stream(self) -> int:
-        """Bytes of the residual stream."""
-        return self.own_rows * self.local.d_model * self.r
-
-    @property
-    def head_in_forward(self) -> bool:
-        """Whether forward makes the head's gradients chunk by chunk, and saves these in place of input and logits."""
-        return self.run.loss_chunks > 1 and self.engine.chunks_make_gradients
+    def __init__(self, run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts = ENGINES["course"]):
+        layout, recipe, config = run.layout, recipe_of(run.recipe), run.config
+        self.run, self.engine, self.local = run, engine, narrow(config, layout.tp, tp_rank)
+        tokens = run.seq_len // layout.cp
+        own = piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens
+        self.rows, self.own_rows = layout.micro_batch * tokens, layout.micro_batch * own
+        regathers = layout.regather or (engine.regathers and layout.sequence_parallel)
+        self.entered = self.own_rows if regathers else self.rows
+        self.routed = self.own_rows if layout.folded else self.rows
+        moe = (config if layout.folded else self.local).moe  # folded they are whole
+        self.came = round(self.routed * moe.top_k * (load if layout.ep > 1 else 1)) if moe else 0
+        self.d_expert = moe.d_expert if moe else 0
+        self.e = recipe.compute_bytes
+        self.r = recipe.param_bytes if layout.tp == 1 else self.e
+        self.fp32 = max(self.e, FP32)
+        self.softmax = recipe.param_bytes if run.device == "cuda" else self.e
+        self.stream = self.own_rows * config.d_model * self.r
+        self.in_layers = run.lora is None or set(run.lora.targets) != {"head"}
+        self.is_away = run.offload.activations != "device"
+        self.split = layout.splits_backward
+        self.head_in_forward = run.loss_chunks > 1 and engine.chunks_make_gradients
 
     def saves(self, *matrices: str) -> int:
         """Bytes a number of the input that these read: none if all are frozen, under autocast once for each."""
@@ -83,28 +80,7 @@ class Part:
         return {what: self.own_rows * self.local.d_model * size, f"{whose} statistics": self.own_rows * statistics}
 
 
-def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: EngineFacts = ENGINES["course"]) -> Part:
-    """What a rank computes, and in which widths."""
-    layout, recipe, tokens = run.layout, recipe_of(run.recipe), run.seq_len // run.layout.cp
-    own = layout.micro_batch * (piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens)
-    rows, e, local = layout.micro_batch * tokens, recipe.compute_bytes, narrow(run.config, layout.tp, tp_rank)
-    regathers = layout.regather or (engine.regathers and layout.sequence_parallel)
-    routed, moe = own if layout.folded else rows, (run.config if layout.folded else local).moe  # folded they are whole
-    return Part(
-        run, local, engine, rows, own, own if regathers else rows, routed,
-        came=round(routed * moe.top_k * (load if layout.ep > 1 else 1)) if moe else 0,
-        d_expert=moe.d_expert if moe else 0,
-        e=e,
-        r=recipe.param_bytes if layout.tp == 1 else e,
-        fp32=max(e, FP32),
-        softmax=recipe.param_bytes if run.device == "cuda" else e,
-        in_layers=run.lora is None or set(run.lora.targets) != {"head"},
-        is_away=run.offload.activations != "device",
-        split=layout.splits_backward,
-    )  # fmt: skip
-
-
-# ---- a layer
+part_of = lru_cache(maxsize=2048)(Part)  # equal runs share one, and what is cached of it
 
 
 @lru_cache(maxsize=4096)
@@ -200,7 +176,8 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
     for name, (shape, copies) in block_shapes(part.local, part.local.has_experts(layer)).items():
         half, matrix = not name.startswith("attention"), name.rpartition(".")[2]
         if len(shape) == 2 and matrix != "router":
-            (out, width), rows, copies = shape, part.rows, 1
+            (out, width), copies = shape, 1
+            rows = part.own_rows if matrix in ("q_down", "kv_down") else part.rows
             if name.startswith("moe.experts"):
                 rows, copies = part.came, part.local.moe.num_experts // part.run.layout.ep
                 out, width = (out, part.d_expert) if matrix == "down" else (part.d_expert, width)
@@ -208,9 +185,6 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
             saved[half] += rows * lora.rank * part.e if lora is not None and matrix in lora.targets else 0
             waiting[half] += rows * (out + width * (matrix not in shared)) * part.e
     return tuple(zip(saved, waiting, strict=True))
-
-
-# ---- both ends
 
 
 def start_bytes(part: Part, stage: int) -> int:
@@ -240,9 +214,6 @@ def end_bytes(part: Part) -> tuple[int, int, int, int]:
     return saved, waits, targets * (tp == 1), logits  # without tp the micro-batch has targets until it is done
 
 
-# ---- for readers: one block, per token
-
-
 def block_terms(
     config: ModelConfig, seq_len: int, attention: str = "fused", precision: Recipe | str = "fp32"
 ) -> dict[str, float]:
@@ -254,7 +225,64 @@ def block_terms(
     """
     require_dense(config, "block_terms")
     part = part_of(Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu"))
-    first, second = layer_terms(replace(part, rows=1, own_rows=1, entered=1), 0)
-    terms = {name: size for name, size in (first | second).items() if not name.startswith("casts")}
+    first, second = layer_terms(part, 0)
+    terms = {name: size // part.rows for name, size in (first | second).items() if not name.startswith("casts")}
     terms["dropout masks"] += terms.pop("MLP's dropout mask")
     return terms
+
+
+# ---- as the papers count
+
+KORTHIKANTI_TERMS = {  # bytes a token and hidden feature (the score terms: a token and score), Korthikanti section 4.1
+    "input of q, k, v": 2, "q and k": 4, "v": 2, "input of o": 2, "attention dropout mask": 1, "input of up": 2,
+    "input of GELU": 8, "input of down": 8, "MLP dropout mask": 1, "inputs of both LayerNorms": 4,
+}  # fmt: skip
+KORTHIKANTI_SCORE_TERMS = {"softmax output": 2, "softmax dropout mask": 1, "softmax dropout output": 2}
+
+
+@checked
+def korthikanti_layer_bytes(
+    config: ModelConfig,
+    batch_size: Size,
+    seq_len: Size,
+    recompute: Recompute = "none",
+    tp: Size = 1,
+    sequence_parallel: bool = False,
+) -> float:
+    """Predict the activation bytes of one layer: s b h (34 + 5 a s / h), and its parallel and recomputed forms.
+
+    recompute   "selective" drops 5 a s / h, as FlashAttention does; "full" leaves the layer's input, 2 s b h for any tp
+    Bytes       tp divides 24 of the 34 and the scores; sequence parallelism the remaining 10 (LayerNorms, dropout)
+    Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
+    """
+    require_dense(config, "korthikanti_layer_bytes")
+    sbh = seq_len * batch_size * config.d_model
+    if recompute == "full":
+        return 2 * sbh
+    scores = 0 if recompute == "selective" else 5 * config.num_heads * seq_len / config.d_model
+    replicated = 10 / tp if sequence_parallel else 10
+    return sbh * (replicated + 24 / tp + scores / tp)
+
+
+@checked
+def korthikanti_bytes(
+    config: ModelConfig, batch_size: Size, seq_len: Size, recompute: Recompute = "none", working_set: bool = False
+) -> float:
+    """Predict the activation bytes of all layers and the embedding's dropout mask (s b h), as the playbook draws them.
+
+    working_set   adds, for full recomputation, the one layer that is recomputed at a time
+    Source        Korthikanti et al. 2022, section 4.3; Ultra-Scale Playbook, "Memory for activations"
+    """
+    layers = config.num_layers * korthikanti_layer_bytes(config, batch_size, seq_len, recompute)
+    again = korthikanti_layer_bytes(config, batch_size, seq_len) if working_set and recompute == "full" else 0
+    return layers + seq_len * batch_size * config.d_model + again
+
+
+@checked
+def selective_flops_share(config: ModelConfig, seq_len: Size) -> float:
+    """Predict the extra compute of selective recomputation as the paper does: (1 + s / 3 h) / (1 + s / 6 h) - 1.
+
+    Source   Korthikanti et al. 2022 (arXiv:2205.05198), appendix A; a forward of the core alone is a third of that
+    """
+    scores = seq_len / (6 * config.d_model)
+    return scores / (1 + scores)

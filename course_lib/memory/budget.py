@@ -6,6 +6,7 @@ States are counted (states.py, zero.py); every other tensor is of a moment of a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,20 +18,18 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
-from course_lib.memory.peak import Held, after_backward, moments, moved_bytes
+from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, instants, moments, stage_of
 from course_lib.memory.run import Run
 from course_lib.memory.states import (
     LoRA,
     Recipe,
     StateBytes,
-    has_step_counters,
     quantized_shapes,
     recipe_of,
     state_bytes,
+    zero_state_bytes,
 )
-from course_lib.memory.zero import bytes_by_place, five_d_states
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -71,11 +70,6 @@ class Budget:
         return self.parameters + self.gradients + self.optimizer
 
     @property
-    def between_steps_bytes(self) -> int:
-        """What is there between two steps: the update has freed the gradients."""
-        return self.parameters + self.optimizer
-
-    @property
     def peak_bytes(self) -> int:
         """All tensors of the largest moment of a step."""
         return sum(self.at_peak.values())
@@ -101,13 +95,10 @@ def fits(budget: Budget, gpu_or_key: GPU | str) -> bool:
 @checked
 def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: Size = 1) -> int:
     """The largest multiple of a batch or a sequence whose `budget_of(size)` fits the GPU; 0 if none does."""
-    low, high = 0, 1
+    high = 1
     while fits(budget_of(high * multiple), gpu):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(budget_of(middle * multiple), gpu) else (low, middle)
-    return low * multiple
+        high *= 2
+    return multiple * bisect_left(range(1, high), True, key=lambda size: not fits(budget_of(size * multiple), gpu))
 
 
 @lru_cache(maxsize=256)
@@ -152,8 +143,12 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     peak = fullest.plus(always)._asdict() | on_device
     if layout.zero_stage == 0 and layout.data_size == 1 and recipe.grad_bytes > recipe.param_bytes:
         peak["gradients"] += states.gradients - held  # FP32 gradients are there all the time, but those of buckets
-    places = Counter(bytes_by_place(states, offload))
-    places[offload.activations] += moved_bytes(layout, pp_rank, stages)
+    places = Counter({offload.optimizer: states.optimizer})
+    places.update({offload.parameters: states.parameters})
+    if part.is_away:
+        of_each = [{**now.saved, now.stage: now.saved[now.stage] + 1} for now in instants(layout, pp_rank)]
+        saved = [sum(count * stages[one][0].moved for one, count in counts.items()) for counts in of_each]
+        places[offload.activations] += max(saved)
     reserve = round((facts.reserved_share - 1) * sum(peak.values()))
     return Budget(
         **largest._replace(gradients=states.gradients)._asdict(),
@@ -166,17 +161,11 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     )
 
 
-def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "course") -> Budget:
-    """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
-
-    It is the first, with most in flight, the second, which may have experts, or the last, with the logits.
-    """
-    last, found = run.layout.pp - 1, []
-    for rank in dict.fromkeys((0, last, min(1, last))):
-        found.append(budget_of_rank(run, rank, engine=engine))
-        if found[-1].total_bytes > usable_bytes:
-            break
-    return max(found, key=lambda budget: budget.total_bytes)
+def fullest_budget(run: Run, engine: str = "course") -> Budget:
+    """The fullest rank's: the first has most in flight, the second may have experts, the last has the logits."""
+    last = run.layout.pp - 1
+    of_ranks = [budget_of_rank(run, rank, engine=engine) for rank in (0, last, min(1, last))]
+    return max(of_ranks, key=lambda one: one.total_bytes)
 
 
 @checked
@@ -213,13 +202,16 @@ def overheads_of(run: Run) -> dict[str, int]:
 
 @checked
 def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
-    """Parameters, gradients and optimizer states of one rank, to the byte."""
-    layout, recipe = run.layout, recipe_of(run.recipe)
-    counters = run.device == "cpu" and has_step_counters(recipe, run.optimizer)
+    """Predict parameters, gradients and optimizer states of one rank, to the byte; on a CPU torch's counters too."""
+    zero, recipe, on_cpu = run.layout.zero_stage, recipe_of(run.recipe), run.device == "cpu"
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
-    if not_flat and layout.zero_stage == 0 and layout.world_size == layout.dp:
-        return state_bytes(run.config, recipe, run.optimizer, run.lora, step_counters=counters)
-    return five_d_states(run.config, with_any_batch(layout), pp_rank, tp_rank, recipe, run.optimizer, counters)
+    if not_flat and zero == 0 and run.layout.world_size == run.layout.dp:
+        return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
+    flats, total = flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes), Counter()
+    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
+        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer, on_cpu)
+        total.update({kind: count * size for kind, size in vars(of_one).items()})
+    return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
 
 @lru_cache(maxsize=2048)
@@ -229,17 +221,12 @@ def _trained(
     """The gradients of each stage of a rank, and what it updates."""
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
-    is_tied = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
-    is_tied, found = is_tied and not layout.splits_backward, {}
+    waits = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
+    waits, found = waits and not layout.splits_backward, {}
     for stage in layout.stages_of_rank(pp_rank):
-        own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
-        found[stage] = gradients_of(layout, recipe, *own, is_tied)
-    if layout.zero_stage:
-        return found, [flat.padded // flat.ranks for flat in flats]
-    return found, [one.numel for one in trained]
-
-
-# ---- what another engine has besides
+        own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
+        found[stage] = gradients_of(layout, recipe, *own, waits)
+    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
 
 
 def _under(run: Run, engine: EngineFacts) -> Run:

@@ -13,23 +13,27 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.flops import forward_flops_per_token, head_parameters
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, check_num_stages, even_layers, kv_replication
-from course_lib.memory.ranks import is_replicated, narrow
-from course_lib.memory.states import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes
+from course_lib.layout.partition import check_layers, even_layers, kv_replication
+from course_lib.memory.states import (
+    LoRA,
+    Shapes,
+    adapter_shapes,
+    block_shapes,
+    end_shapes,
+    is_replicated,
+    narrow,
+    padded,
+)
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 from course_lib.validate import Bytes, Size, checked
 
 BUCKET_BYTES = 25 * 2**20
 schedule_of = lru_cache(maxsize=256)(make)
-
-
-# ---- stages
 
 
 @lru_cache(maxsize=1024)
@@ -48,37 +52,10 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
 
 
-@checked
-def balanced_layers(
-    config: ModelConfig, num_stages: Size, by: Literal["parameters", "flops"] = "parameters", seq_len: Size = 4096
-) -> list[int]:
-    """Divide layers so that the largest stage is as small as possible; by flops an embedding costs nothing.
-
-    Raises   ValueError if a stage would have no layer
-    """
-    check_num_stages(config.num_layers, num_stages)
-    embed, layer, *_, end = layer_units(config)
-    end += config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0  # a tied head is a copy there
-    if by == "flops":
-        embed, end = 0, 2 * head_parameters(config)
-        layer = (forward_flops_per_token(config, seq_len) - end) // config.num_layers
-    layers, weights = [1] * num_stages, [layer] * num_stages
-    weights[0] += embed
-    weights[-1] += end
-    for _ in range(config.num_layers - num_stages):
-        lightest = weights.index(min(weights))
-        layers[lightest] += 1
-        weights[lightest] += layer
-    return layers
-
-
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
     change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
     return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]
-
-
-# ---- tensors
 
 
 class Named(NamedTuple):
@@ -116,41 +93,42 @@ def _cut_of(layout: Layout) -> Layout:
 def _tensors_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None
 ) -> tuple[Named, ...]:
-    stages, found, named = layout.stages_of_rank(pp_rank), [], {}
+    layers, stages, local = (
+        layers_of(config, layout),
+        layout.stages_of_rank(pp_rank),
+        narrow(config, layout.tp, tp_rank),
+    )
+    before, behind = end_shapes(local)
+    if config.tied and 0 not in stages:  # where the rank has no embedding, the head is a copy
+        behind["head"] = before["embed"]
+    of_block = {sort: block_shapes(local, sort) for sort in {False, config.moe is not None}}
+    if layout.folded:  # experts are whole
+        of_block[True] |= {
+            name: of for name, of in block_shapes(config, True).items() if name.startswith("moe.experts.")
+        }
+    ends, found = {"before": before, "behind": behind}, []
+    in_order = {sort: _in_model_order(shapes, config, layout, lora) for sort, shapes in (of_block | ends).items()}
     for stage in stages:
-        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in stages).items():
-            if id(shapes) not in named:  # names, elements and kinds, the same for equal layers
-                trained = adapter_shapes(shapes, lora) if lora else shapes
-                named[id(shapes)] = shapes, _in_model_order(trained, config, layout)
+        units = {"embed": "before"} if stage == 0 else {}
+        own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
+        units |= {f"blocks.{layer}": config.has_experts(layer) for layer in own}
+        units |= {"end": "behind"} if stage == len(layers) - 1 else {}
+        for unit, sort in units.items():
             prefix = f"{unit}." * unit.startswith("blocks")
-            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in named[id(shapes)][1]]
+            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in in_order[sort]]
     return tuple(found)
 
 
-def _unit_shapes(config: ModelConfig, layout: Layout, stage: int, tp_rank: int, tied_copy: bool) -> dict[str, Shapes]:
-    """The tensors that one rank has of a stage, by unit; a tied head is a copy where the rank has no embedding."""
-    layers, local = layers_of(config, layout), narrow(config, layout.tp, tp_rank)
-    before, behind = end_shapes(local)
-    of_sort = {has_experts: block_shapes(local, has_experts) for has_experts in {False, config.moe is not None}}
-    for name, (shape, copies) in of_sort[config.moe is not None].items():
-        if name.startswith("moe.experts."):  # folded they are whole
-            shape = block_shapes(config, True)[name][0] if layout.folded else shape
-            of_sort[True][name] = shape, copies // layout.ep
-    units = {"embed": before} if stage == 0 else {}
-    for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        units[f"blocks.{layer}"] = of_sort[config.has_experts(layer)]
-    if stage == len(layers) - 1:
-        units["end"] = behind | ({"head": before["embed"]} if config.tied and tied_copy and stage > 0 else {})
-    return units
-
-
-def _in_model_order(shapes: Shapes, config: ModelConfig, layout: Layout) -> list[tuple[str, int, str]]:
-    """(name, elements, kind) of each tensor, one expert after the other: gate.3, of adapters gate.3.lora_a."""
-    experts, found = [name for name in shapes if name.startswith("moe.experts.")], []
+def _in_model_order(
+    shapes: Shapes, config: ModelConfig, layout: Layout, lora: LoRA | None
+) -> list[tuple[str, int, str]]:
+    """(name, elements, kind) of each that is trained, one expert after the other: gate.3, of adapters gate.3.lora_a."""
+    shapes, found = adapter_shapes(shapes, lora) if lora else shapes, []
+    experts = [name for name in shapes if name.startswith("moe.experts.")]
     for name, (shape, copies) in shapes.items():
         if name not in experts:
             found.append((name, prod(shape), kind_of(name, config, layout)))
-        for i in range(copies if name in experts[:1] else 0):
+        for i in range(copies // layout.ep if name in experts[:1] else 0):
             for each in experts:
                 matrix, dot, adapter = each.removeprefix("moe.experts.").partition(".")
                 found.append((f"moe.experts.{matrix}.{i}{dot}{adapter}", prod(shapes[each][0]), "experts"))
@@ -183,9 +161,6 @@ def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
     return ("norms", "head_norms") if layout.sequence_parallel else ("head_norms",)
 
 
-# ---- flats
-
-
 class Flat(NamedTuple):
     """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks.
 
@@ -203,11 +178,6 @@ class Flat(NamedTuple):
     padded: int
 
 
-def padded(numel: int, ranks: int) -> int:
-    """The next multiple of `ranks`: what a flat of so many elements occupies, all ranks together."""
-    return -(-numel // ranks) * ranks
-
-
 def flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2, lora: LoRA | None = None
 ) -> tuple[Flat, ...]:
@@ -222,24 +192,15 @@ def flats_of(
 def _flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None
 ) -> tuple[Flat, ...]:
-    flats = []
-    for group, sizes in _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3):
-        first, numel = group[0], sum(sizes)
-        ranks = layout.expert_shard_size if first.kind == "experts" else layout.shard_size
-        flats.append(Flat(group, ranks, first.stage, first.kind, first.unit, sizes, numel, padded(numel, ranks)))
-    return tuple(flats)
-
-
-@lru_cache(maxsize=1024)
-def _groups_of(
-    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None, in_units: bool
-) -> list[tuple[tuple[Named, ...], tuple[int, ...]]]:
-    """Of each flat of a rank its tensors, and the elements of each."""
-    trained, groups = _tensors_of(config, layout, pp_rank, tp_rank, lora), []
+    trained, flats = tensors_of(config, layout, pp_rank, tp_rank, lora), []
     for stage in layout.stages_of_rank(pp_rank):
         of_stage = [one for one in trained if one.stage == stage]
-        groups += units_of(of_stage) if in_units else buckets_of(of_stage, itemsize)
-    return [(tuple(group), tuple(one.numel for one in group)) for group in groups]
+        for group in units_of(of_stage) if layout.zero_stage == 3 else buckets_of(of_stage, itemsize):
+            sizes, first = tuple(one.numel for one in group), group[0]
+            ranks = layout.expert_shard_size if first.kind == "experts" else layout.shard_size
+            whole = padded(sum(sizes), ranks)
+            flats.append(Flat(tuple(group), ranks, stage, first.kind, first.unit, sizes, sum(sizes), whole))
+    return tuple(flats)
 
 
 def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
@@ -273,6 +234,5 @@ def layer_units(config: ModelConfig) -> list[int]:
 def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = BUCKET_BYTES) -> list[int]:
     """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
     require_dense(config, "bucket_units")
-    return [
-        sum(one.numel for one in bucket) for bucket in buckets_of(tensors_of(config, Layout()), itemsize, bucket_bytes)
-    ]
+    buckets = buckets_of(tensors_of(config, Layout()), itemsize, bucket_bytes)
+    return [sum(one.numel for one in bucket) for bucket in buckets]

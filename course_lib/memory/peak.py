@@ -5,86 +5,26 @@
     end of a backward           one micro-batch less; the gradients of all parameters
     update                      no activations; all gradients; FP32 copies of a tensor
 
-What one micro-batch saves is in activations.py, what its backward makes besides in backward.py; the schedule's list
-says how many are in flight.
+What one micro-batch saves is in activations.py; the schedule's list says how many are in flight. A layer's backward
+begins with all that the layer saved, and frees it from the last operator to the first. It is fullest in the MLP or
+where the experts' gradients are there, in the second norm, which computes in FP32, or in attention's core.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import add, le
 from typing import NamedTuple
 
 from course_lib.layout import Layout
-from course_lib.memory.activations import FP32, Part
-from course_lib.memory.backward import Gradients, Stage
-from course_lib.memory.flats import schedule_of
-from course_lib.memory.states import recipe_of
+from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
+from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
+from course_lib.memory.states import Recipe, recipe_of, wire_grad_bytes
 from course_lib.schedules.messages import steps_of_rank
-
-Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
-
-
-class Instant(NamedTuple):
-    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
-
-    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    begun     stages through whose first part of a backward it went; `done` those whose gradients are all there
-    messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
-    counts    all of these together, and of each stage those that are saved and those that wait
-    """
-
-    op: str
-    stage: int
-    saved: dict[int, int]
-    waiting: dict[int, int]
-    begun: frozenset[int]
-    done: frozenset[int]
-    messages: int
-    counts: tuple[int, ...]
-
-    def is_within(self, other: Instant) -> bool:
-        """Whether less, or as much, is there beside its own micro-batch: a message is less than what one saved."""
-        return all(map(le, self.counts, other.counts))
-
-
-def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
-    """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
-
-    More than three micro-batches for each rank change nothing, unless all forwards come first.
-    """
-    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
-    return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
-
-
-@lru_cache(maxsize=4096)
-def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    made = schedule_of(schedule, pp, micro_batches, v)
-    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    begun, done, posted, on_the_way, found = set(), set(), set(), set(), {}
-    for step in steps_of_rank(made, pp_rank):
-        op, _, stage = step.instruction
-        posted |= {message for message, _ in step.post}
-        posted.discard(step.needs)
-        on_the_way -= {*step.arrived}
-        saved[stage] -= op in "BI"
-        waiting[stage] -= op == "W"
-        messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
-        counts = (*saved.values(), *waiting.values())
-        kind = op, stage, frozenset(begun - done), frozenset(done)
-        now = Instant(op, stage, dict(saved), dict(waiting), *kind[2:], messages, (sum(counts) + messages, *counts))
-        like = found.setdefault(kind, [])
-        if not any(now.is_within(one) for one in like):
-            like[:] = [*(one for one in like if not one.is_within(now)), now]
-        saved[stage] += op == "F"
-        waiting[stage] += op == "I"
-        if op != "F":
-            (begun if op == "I" else done).add(stage)
-        if step.gives is not None:
-            (posted if step.dst is None else on_the_way).add(step.gives)
-    return tuple(one for like in found.values() for one in like)
 
 
 class Held(NamedTuple):
@@ -101,6 +41,124 @@ class Held(NamedTuple):
         return Held(*map(add, self, other))
 
 
+class Moment(NamedTuple):
+    """A moment of one micro-batch's backward on a stage, in bytes.
+
+    unit, after   the last tensor of a unit whose gradient is there; "" as the unit begins
+    activations   what is not free yet of what was saved, what was made again, what waits for gradients of weights
+    work          gradients inside the unit, and what operators need
+    copied        that tensor's gradient, as autograd made it, while it is copied or added
+    """
+
+    name: str
+    unit: str
+    after: str
+    activations: int
+    work: int
+    copied: int = 0
+    logits: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Bytes of one micro-batch on one stage: activations and logits are saved from its forward to its backward pass.
+
+    waiting   between the two parts of a split backward: what gradients of weights need
+    moments   of its backward; `forward` of its forward pass, where that can be the fullest: experts
+    moved     off the device, of all that is saved
+    """
+
+    activations: int
+    logits: int
+    waiting: int
+    moments: tuple[Moment, ...]
+    moved: int = 0
+    forward: tuple[Moment, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """What is there when backward starts."""
+        return self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Bytes of one stage's gradients, and of what ZeRO puts together.
+
+    held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
+    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
+             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
+    copied   whether autograd's own gradients are copied: to buffers
+    whole    ZeRO-3: whole parameters of a unit and of the next, by unit
+    """
+
+    held: int
+    product: int
+    at: dict[tuple[str, str], tuple[int, int, int]]
+    copied: bool
+    whole: dict[str, int]
+
+    def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
+        """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
+        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
+
+
+Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
+
+
+class Instant(NamedTuple):
+    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
+
+    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
+    done      stages whose gradients are all there
+    messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
+    counts    all of these together, and of each stage those that are saved and those that wait
+    """
+
+    op: str
+    stage: int
+    saved: dict[int, int]
+    waiting: dict[int, int]
+    done: frozenset[int]
+    messages: int
+    counts: tuple[int, ...]
+
+
+def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
+    """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
+
+    More than three micro-batches for each rank change nothing, unless all forwards come first.
+    """
+    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
+    return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
+
+
+@lru_cache(maxsize=4096)
+def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
+    made = schedule_of(schedule, pp, micro_batches, v)
+    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
+    done, posted, on_the_way, found = frozenset(), set(), set(), {}
+    for step in steps_of_rank(made, pp_rank):
+        op, _, stage = step.instruction
+        posted |= {message for message, _ in step.post}
+        posted.discard(step.needs)
+        on_the_way -= {*step.arrived}
+        saved[stage] -= op in "BI"
+        waiting[stage] -= op == "W"
+        messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
+        counts = (sum(saved.values()) + sum(waiting.values()) + messages, *saved.values(), *waiting.values())
+        like = found.setdefault((op, stage, done), [])
+        if not any(all(map(le, counts, one.counts)) for one in like):  # a message is less than what one saved
+            like[:] = (one for one in like if not all(map(le, one.counts, counts)))
+            like.append(Instant(op, stage, dict(saved), dict(waiting), done, messages, counts))
+        saved[stage] += op == "F"
+        waiting[stage] += op == "I"
+        done |= {stage} if op in "BW" else set()
+        if step.gives is not None:
+            (posted if step.dst is None else on_the_way).add(step.gives)
+    return tuple(one for like in found.values() for one in like)
+
+
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
     """Yield each moment of a rank's step that can be its fullest, by name.
 
@@ -109,8 +167,7 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
     for now in instants(layout, pp_rank):
         held = Held(temporary=now.messages * message)
         for one, (stage, gradients) in stages.items():
-            made = gradients.early * (one in now.begun) + gradients.held * (one in now.done)
-            saved = now.saved[one]
+            saved, made = now.saved[one], gradients.held * (one in now.done)
             activations = saved * stage.activations + now.waiting[one] * stage.waiting
             held = held.plus(Held(made, activations, saved * stage.logits))
         for name, own in backward_moments(now, *stages[now.stage]):
@@ -121,27 +178,206 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
     """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
     is_first = now.stage not in now.done  # it makes gradients, which later ones find
     if now.op == "W":  # of weights, from inputs and gradients that waited
-        made, product = is_first * (gradients.held - gradients.early), gradients.product
-        yield "first product", Held(activations=stage.waiting, temporary=product)
-        yield "last product", Held(made, temporary=product)
+        yield "first product", Held(activations=stage.waiting, temporary=gradients.product)
+        yield "last product", Held(is_first * gradients.held, temporary=gradients.product)
         return
     for one in stage.forward if now.op == "F" else stage.moments:
         there, early, leaving = gradients.after(one.unit, one.after)
-        made = early * (now.stage not in now.begun) if now.op == "I" else there
+        made = is_first * (early if now.op == "I" else there)
         work = one.work + leaving + one.copied * (gradients.copied or not is_first)
         gathered = gradients.whole.get(one.unit, 0)
-        yield one.name, Held(is_first * made, one.activations, one.logits, work, gathered)
+        yield one.name, Held(made, one.activations, one.logits, work, gathered)
 
 
-def moved_bytes(layout: Layout, pp_rank: int, stages: Stages) -> int:
-    """Activations that wait off the device at once."""
-    return max(
-        sum((now.saved[one] + (one == now.stage)) * stage.moved for one, (stage, _) in stages.items())
-        for now in instants(layout, pp_rank)
-    )
+@lru_cache(maxsize=2048)
+def stage_of(part: Part, stage: int) -> Stage:
+    """The sums of one stage, layer by layer."""
+    config, layout, counts = part.run.config, part.run.layout, layers_of(part.run.config, part.run.layout)
+    layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
+    sorts = {layer: config.has_experts(layer) for layer in layers}
+    like = {sort: layer for layer, sort in sorts.items()}
+    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, layer)) for sort, layer in like.items()}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
+    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items() if part.in_layers}
+    start, (end, of_head, targets, logits) = start_bytes(part, stage), end_bytes(part) if is_last else (0, 0, 0, 0)
+    kept = start + sum(saved[sort] for sort in sorts.values())
+    total, waiting, here = kept + end, is_last * of_head, not part.is_away
+    moments, forward = _end_moments(part, here * total, logits) if is_last else [], ()
+    if sorts.get(layers[-1]) and layout.recompute != "full":
+        there = targets + kept - layer_terms(part, layers[-1])[1].get("shared experts", 0)
+        forward = (Moment("experts, forward", "", "", there, _forward_of_experts(part)),)
+    for layer in reversed(layers):
+        kept -= saved[sorts[layer]]
+        # activations fall from layer to layer and gradients grow: between like layers none is the fullest
+        if any(sorts.get(layer + step) != sorts[layer] for step in (-1, 1)):
+            beside = waiting + here * kept
+            of_layer = inside.get(sorts[layer], ())
+            moments += [one._replace(unit=f"blocks.{layer}", activations=one.activations + beside) for one in of_layer]
+        waiting += waits[sorts[layer]]
+    if stage == 0:
+        beside, stream = waiting + here * start, part.stream
+        embed = config.d_model * part.local.vocab_size * part.r * (part.run.lora is None)
+        if config.tied and config.family != "xlmr" and is_last and not part.split:  # the sum may be a third tensor
+            moments.append(Moment("embedding", "embed", "positions", beside, stream + embed * (1 + (layout.tp == 1))))
+        else:
+            moments.append(Moment("embedding", "embed", "embed", beside, stream, embed))
+    moments = tuple(one._replace(activations=one.activations + targets) for one in moments)
+    if part.is_away:
+        return Stage(targets, 0, waiting, moments, total + logits)
+    return Stage(targets + total, logits, waiting, moments, 0, forward)
 
 
-# ---- the update
+def _layer_moments(part: Part, layer: int) -> list[Moment]:
+    """The moments of a layer's backward, and the activations of this layer that are there then."""
+    c, run, stream = part.local, part.run, part.stream
+    whole = layer_terms(part, layer, "none")
+    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, layer)
+    before = sum(first.values())
+    left = before + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    again = sum(whole[0].values()) - before
+    if again and run.attention == "standard":  # beside its inputs; what o read is free
+        again = whole[0]["core"] - first["input of o"]
+    in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
+    in_core, free = left + again - first["dropout masks"], 0
+    if part.is_away:  # what comes back for one operator: a product's factors
+        in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
+        in_norm, in_core = second["residual"], first["core"] + first["input of o"]
+    elif run.attention == "standard":  # values are free once they were multiplied by scores
+        free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
+    return [
+        *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
+        Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
+        Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
+    ]
+
+
+def _mlp_moments(part: Part, saved: int, terms: Terms) -> list[Moment]:
+    """Gradients of an MLP's product, SiLU and up; then gate's and up's products, whose input is gathered again."""
+    c, layout, rows, is_here = part.local, part.run.layout, part.rows, not part.is_away
+    inputs, dx, product = 1 + (c.family == "llama"), rows * c.d_model * part.e, rows * c.d_ff * part.e
+    # over tp both are one operator; a batch of sequences is copied when it is gathered
+    again = (1 + (layout.micro_batch > 1)) * dx * (part.entered < rows) + part.stream * layout.sequence_parallel
+    matrix = c.d_ff * c.d_model * part.e * (not part.split and part.run.lora is None)
+    products = max(dx, inputs * matrix) if layout.tp > 1 else matrix
+    free, later = is_here * rows * c.d_ff * part.saves("down"), saved - is_here * terms["MLP"]
+    return [
+        Moment("MLP", "", "mlp.down", saved, part.stream + (inputs + 1) * product - free),
+        Moment("MLP's input", "", "mlp.down", later, part.stream + inputs * product + again + dx + products),
+    ]
+
+
+def _expert_moments(part: Part, saved: int, terms: Terms) -> list[Moment]:
+    """Gradients of the rows that came and went, or the forward that is made again; a shared expert's are through."""
+    c, layout, token = part.local, part.run.layout, part.local.d_model * part.e
+    work = (c.moe.top_k * 3 + (c.moe.num_shared_experts > 0)) * part.routed * token
+    if layout.recompute == "full":
+        work = max(work, part.rows * token * layout.sequence_parallel + _forward_of_experts(part))
+    work += part.stream - terms.get("shared experts", 0)
+    return [Moment("experts", "", "moe.shared.gate", saved, work)]
+
+
+def _forward_of_experts(part: Part) -> int:
+    """What experts need besides what they save: rows as they go, come and return, their weighted sum."""
+    layout, tokens, k = part.run.layout, part.routed * part.local.d_model * part.e, part.local.moe.top_k
+    if layout.ep == 1:
+        return (k + 2) * tokens
+    if layout.expert_method == "plain":
+        return (4 * k + 2) * tokens
+    return (max(k, 2) + 3 * min(k, layout.ep)) * tokens
+
+
+def _norm_work(part: Part) -> int:
+    """Four tensors in FP32 that RMSNorm's backward has at once; LayerNorm's is one kernel."""
+    size = 4 * max(FP32, part.r) if part.local.family == "llama" else part.r
+    return part.own_rows * part.local.d_model * size
+
+
+def _core_work(part: Part) -> int:
+    """Gradients of q, k, v and of the output; of scores, or of keys and values that go from rank to rank."""
+    c, rows, e, layout = part.local, part.rows, part.e, part.run.layout
+    N, H, W = c.num_heads, c.head_dim, c.value_dim
+    queries, pairs, out = rows * N * H * e, rows * c.num_kv_heads * (H + W) * e, rows * N * W * e
+    if part.run.attention == "standard":
+        return 2 * rows * N * part.run.seq_len * max(part.softmax, e) + out
+    if layout.cp == 1:
+        return queries + pairs + out
+    if layout.cp_method == "ulysses":
+        return 2 * (queries + pairs + out)
+    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent; and the next two
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 5 * wider + 3
+    return out + queries * wider + pairs * blocks
+
+
+def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
+    """The loss, the head's backward, and the final norm's."""
+    rows, e, engine, D, V = part.rows, part.e, part.engine, part.local.d_model, part.local.vocab_size
+    reads = part.local.family != "xlmr" and (part.run.lora is None or "head" in part.run.lora.targets)
+    left = max(0, total - part.entered * D * e * reads)  # without the head's input
+    of_norm = Moment("final norm", "end", "head", left, part.stream + _norm_work(part))
+    if part.local.family == "xlmr":
+        return [of_norm]
+    numel, dx, tp = rows * V // part.run.loss_chunks, rows * D * e, part.run.layout.tp > 1
+    weight = product = 0 if part.run.lora is not None or part.split else V * D
+    loss, dlogits = numel * e * (1 if tp else 2), numel * e
+    if part.head_in_forward:  # a chunk's logits, or the product that is added to the sum, beside them; then a cast
+        loss = max(numel * (part.fp32 + (e < FP32) * e), (numel + V * D) * e * (e < FP32)) + dx
+        dlogits, weight, product = logits, V * D, V * D * (e < FP32)
+    elif e < FP32:  # beside a copy in FP32
+        loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
+    return [
+        Moment("loss", "", "", total, loss, logits=logits),
+        Moment("head", "end", "", total, dlogits + dx + product * e),
+        Moment("head's gradient", "end", "head", left, dx, weight * part.r),
+        of_norm,
+    ]
+
+
+def gradients_of(
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+) -> Gradients:
+    """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
+
+    A bucket is there from its first gradient on, with ZeRO-2 and 3 until the next one is full; a shard once it is sent.
+
+    is_tied   whether the head's gradient waits for the embedding's
+    """
+    raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
+    time = {one.name: index for index, one in enumerate(reversed(tensors))}
+    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
+    shared = [flat for flat in flats if zero or flat.ranks > 1]
+    groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
+    has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
+    if not has_buffers:
+        alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
+        groups += [((one,), raw * one.numel, 0) for one in tensors if one.name in alone]
+    left = {one.unit: index for index, one in enumerate(reversed(tensors))}  # when backward has gone through a unit
+    ends = accumulate((max(time[one.name] for one in group) for group, _, _ in groups), max)  # sent in one order
+    full = [left[group[0].unit] for group, _, _ in groups] if zero == 3 else [*ends]
+    following = dict(pairwise([*sorted({*full}), len(time)]))  # when the next bucket is full
+    for (group, size, ranks), end in zip(groups, full, strict=True):
+        begun = min(time[one.name] for one in group)
+        if ranks:  # a whole one, then beside its shard of the sum
+            kept = size // ranks
+            for when, change in ((begun, size), (end + 1, kept), (following[end] + 1, -size - kept)):
+                leaving[when] += change
+            size, begun = kept, following[end] + 1
+        there[begun] += size
+        first = [time[one.name] for one in group if "norm" in one.name or one.name in ("embed", "positions")]
+        early[min(first, default=-1)] += size  # a split backward's first part makes gradients that are of no product
+    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
+    tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
+    at, before, whole = {}, (0, 0, 0), Counter()
+    for one, *made, on_the_way in zip(reversed(tensors), there, early, leaving, strict=False):
+        at.setdefault((one.unit, ""), before)
+        before = *made, on_the_way + tied * (one.name != "embed")
+        at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
+    product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
+    for flat in flats if zero == 3 else ():
+        whole[flat.unit] += raw * flat.padded
+    with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
+    if tied:  # its embedding is whole all the time
+        with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
+    return Gradients(there[-1], product, at, bool(shared) or has_buffers, with_next)
 
 
 def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int]]:

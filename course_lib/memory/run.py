@@ -12,8 +12,7 @@ from typing import Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Offload, Recipe, lora_shapes
 from course_lib.validate import Size, check_fields
 
 

@@ -1,12 +1,21 @@
-"""Bytes that do not depend on the batch: parameters, gradients, optimizer states, all from `parameter_shapes`."""
+"""Tensors of a model and of one rank of it, and the bytes of their states: what does not depend on the batch.
+
+A rank of tensor parallelism has heads N / t and K / t (at least one), MLP and experts F / t, vocabulary V / t; the
+width D of the residual stream stays. So every formula of this folder works on `narrow(config, tp)` as it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from math import prod
+from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
-from course_lib.validate import Bytes, Checked, Count, Size, checked, one_of
+from course_lib.layout.partition import check_heads, piece_sizes
+from course_lib.layout.sequence_sharding import check_context
+from course_lib.validate import Amount, Bytes, Checked, Count, Size, checked, one_of, whole
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
 
@@ -99,6 +108,48 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
 
 
+@lru_cache(maxsize=256)
+def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
+    """The model that one rank of tensor parallelism runs; where d_ff or V does not divide, the last are narrower.
+
+    Raises   ValueError if heads do not divide, or a rank would be left without a row
+    """
+    check_heads(config.num_heads, config.num_kv_heads, tp)
+    if not 0 <= tp_rank < tp:
+        raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
+    return replace(
+        config,
+        name=config.name if tp == 1 else f"{config.name}, rank {tp_rank} of tp {tp}",
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(config.num_kv_heads // tp, 1),
+        d_ff=piece_sizes(config.d_ff, tp)[tp_rank],
+        vocab_size=piece_sizes(config.vocab_size, tp)[tp_rank],
+        moe=config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp)[tp_rank]),
+    )
+
+
+def is_replicated(name: str) -> bool:
+    """Whether every rank of tp has all of a parameter: norms, biases after a sum, and what is too narrow to cut."""
+    return "norm" in name or name.endswith(("o.bias", "down.bias", "_down", "positions", "token_type", "router"))
+
+
+def whole_parameters(config: ModelConfig) -> int:
+    """Count the parameters that every rank of tp has whole."""
+    return _count({name: entry for name, entry in parameter_shapes(config).items() if is_replicated(name)})
+
+
+def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
+    """The same model, allowed to read that many tokens: RoPE has no table that ends, its memory is the same."""
+    return config if seq_len <= config.max_seq_len else replace(config, max_seq_len=seq_len)
+
+
+def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W)."""
+    check_context(seq_len, cp, "contiguous")
+    local = narrow(config, tp)
+    return batch_size * seq_len // cp * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
+
+
 @dataclass(frozen=True)
 class Recipe(Checked):
     """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
@@ -187,12 +238,6 @@ def quantized_shapes(config: ModelConfig) -> Shapes:
     return {name: entry for name, entry in _linear(parameter_shapes(config)).items() if "." in name}
 
 
-def _four_bit_bytes(numel: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization: an 8-bit scale for 64 numbers, an FP32 one for 256 scales."""
-    blocks = -(-numel // 64)
-    return -(-numel // 2) + blocks + 4 * -(-blocks // 256)
-
-
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
     """List the adapters' tensors of a whole model; ValueError if a target names no linear layer of it."""
     known = {name.rpartition(".")[2] for name in _linear(parameter_shapes(config))}
@@ -217,41 +262,137 @@ def state_bytes(
 ) -> StateBytes:
     """Predict the bytes of parameters, gradients and optimizer states; with `lora` the adapters alone have all three.
 
-    Bytes    N * (param + grad + master + moments); `step_counters` adds torch's 4 bytes a tensor, in host memory
+    Bytes    N * (param + grad + master + moments); `step_counters` adds those of torch's optimizers, in host memory
     Raises   ValueError if recipe or optimizer is unknown
     """
     recipe, base = recipe_of(recipe), parameter_shapes(config)
     trained = lora_shapes(config, lora) if lora else base
     count, parameters = _count(trained), recipe.param_bytes * _count(base | trained)
     if lora is not None and lora.four_bits:
-        for shape, copies in quantized_shapes(config).values():
-            parameters -= copies * (recipe.param_bytes * prod(shape) - _four_bit_bytes(prod(shape)))
-    moments = sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
-    counters = 4 * step_counters * sum(copies for _, copies in trained.values())
-    return StateBytes(parameters, recipe.grad_bytes * count, recipe.master_bytes * count + moments + counters)
+        for shape, copies in quantized_shapes(config).values():  # NF4: 64 numbers have an 8-bit scale, 256 scales one
+            numel, blocks = prod(shape), -(-prod(shape) // 64)
+            in_four_bits = -(-numel // 2) + blocks + 4 * -(-blocks // 256)
+            parameters -= copies * (recipe.param_bytes * numel - in_four_bits)
+    of_each = [(n, optimizer_bytes(shape, recipe, optimizer, step_counters)) for shape, n in trained.values()]
+    return StateBytes(parameters, recipe.grad_bytes * count, sum(copies * size for copies, size in of_each))
 
 
-@checked
-def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
-    """Whether the optimizer keeps a 4-byte step counter a tensor: torch's do, the course's MasterAdamW does not."""
-    one_of("optimizer", optimizer, OPTIMIZERS)
-    return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
-
-
-def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
-    """Bytes of one tensor's moments.
+def optimizer_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str, step_counters: bool = False) -> int:
+    """Bytes that an optimizer keeps of one tensor: master copy and moments; ValueError if it is unknown.
 
     8-bit Adam keeps an FP32 scale for each 256 numbers of each moment; tensors below 4096 numbers stay in FP32.
     Adafactor keeps no first moment, and of the second one number a row and one a column.
 
+    step_counters   torch's 4 bytes as well, which the course's MasterAdamW has not
     Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)
     """
     one_of("optimizer", optimizer, OPTIMIZERS)
     numel, of_one = prod(shape), recipe.moment_bytes // 2
-    return {
+    moments = {
         "adamw": recipe.moment_bytes * numel,
         "adamw-8bit": 2 * (numel + 4 * -(-numel // 256)) if numel >= 4096 else 8 * numel,
         "adafactor": of_one * (sum(shape) if len(shape) == 2 else numel),
         "sgd-momentum": of_one * numel,
         "sgd": 0,
     }[optimizer]
+    counter = 4 * (step_counters and recipe.master_bytes == 0 and optimizer in ("adamw", "adafactor"))
+    return recipe.master_bytes * numel + moments + counter
+
+
+# ---- ZeRO: what each of dp data-parallel ranks holds
+#
+# With P parameters, 2 bytes each for parameter and gradient, 12 for an FP32 master copy and Adam's two moments:
+#
+#     stage   a rank holds             limit    sends a step (one micro-batch)
+#     0       2P + 2P + 12P            16 P     2 P    all-reduce of gradients
+#     1       2P + 2P + 12P/dp          4 P     2 P    reduce-scatter, all-gather of parameters
+#     2       2P + (2P + 12P)/dp        2 P     2 P    the same, each bucket during backward
+#     3       (2P + 2P + 12P)/dp          0     3 P    all-gather twice, reduce-scatter
+
+Place = Literal["device", "host", "disk"]
+Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
+_ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
+_SHARDED_FROM_STAGE = (3, 2, 1)  # parameters, gradients, optimizer
+
+
+@checked
+def zero_state_bytes(
+    units: Sequence[int],
+    stage: _ZeroStage,
+    dp_size: Size,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    step_counters: bool = False,
+) -> StateBytes:
+    """Predict what each rank holds between two steps, by kind, of units of so many elements, padding included.
+
+    Raises   ValueError if stage, recipe or optimizer is unknown, or the optimizer cannot work on flat shards
+    """
+    recipe = recipe_of(recipe)
+    if optimizer == "adafactor" and stage:
+        raise ValueError(
+            "optimizer 'adafactor' keeps sums of a matrix's rows and columns, which flat shards cut apart; "
+            "choose adamw, adamw-8bit, sgd-momentum, sgd"
+        )
+    whole = [padded(unit, dp_size) for unit in units] if stage else list(units)
+    shards = [padded(unit, dp_size) // dp_size for unit in units]
+    parameters, gradients, states = (shards if stage >= first else whole for first in _SHARDED_FROM_STAGE)
+    of_optimizer = sum(optimizer_bytes((n,), recipe, optimizer, step_counters and not stage) for n in states)
+    return StateBytes(recipe.param_bytes * sum(parameters), recipe.grad_bytes * sum(gradients), of_optimizer)
+
+
+def padded(numel: int, ranks: int) -> int:
+    """The next multiple of `ranks`: what a flat of so many elements occupies, all ranks together."""
+    return -(-numel // ranks) * ranks
+
+
+def wire_grad_bytes(recipe: Recipe) -> int:
+    """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
+    return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
+
+
+@checked
+def zero_bytes_per_parameter(
+    stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
+) -> float:
+    """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
+
+    optimizer_bytes   master and moments together, the paper's K; the recipe's by default
+    Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 5 and figure 1
+    """
+    recipe = recipe_of(recipe)
+    optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
+    kinds = zip((recipe.param_bytes, recipe.grad_bytes, optimizer), _SHARDED_FROM_STAGE, strict=True)
+    return sum(size / dp_size if stage >= first else size for size, first in kinds)
+
+
+@dataclass(frozen=True)
+class Offload(Checked):
+    """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
+
+    activations   where they wait between the forward and the backward pass of their micro-batch
+    Source        Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
+    """
+
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    activations: Place = "device"
+
+
+@checked
+def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: Size = 1) -> dict[str, int]:
+    """Count the bytes that cross each link, one way, in one step of one rank whose shards are `states`.
+
+    The optimizer runs where its states are loaded: on the host. Its gradients go down; its new parameters come up,
+    unless they wait on the host or the disk as well. States on disk are read and written back. Parameters off the
+    device come up for the forward pass and again for the backward pass of each micro-batch.
+    """
+    states_off, parameters_off = offload.optimizer != "device", offload.parameters != "device"
+    used = 2 * micro_batches * states.parameters * parameters_off
+    on_disk, optimizer = offload.parameters == "disk", states.optimizer * (offload.optimizer == "disk")
+    return {
+        "device to host": states.gradients * states_off + states.parameters * (parameters_off and not states_off),
+        "host to device": states.parameters * (states_off and not parameters_off) + used,
+        "disk to host": optimizer + used * on_disk,
+        "host to disk": optimizer + states.parameters * on_disk,
+    }

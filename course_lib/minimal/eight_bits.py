@@ -78,8 +78,6 @@ def quantized(x, fmt, rows=None, columns=None, scale_of=fp32_scale):
 
 
 # ---- products
-
-
 @dataclass
 class Recipe:
     """How a linear layer rounds what it multiplies: functions of a matrix whose columns are summed over."""
@@ -134,8 +132,6 @@ class Delayed:
 
 
 # ---- bytes
-
-
 class SavedIn8(torch.autograd.Function):
     """x W^T for layers with one input, which is saved in one byte per element, with a scale."""
 

@@ -81,8 +81,6 @@ def balance_loss(logits_TE, expert_Tk):
 
 
 # --- the layer in a Llama
-
-
 def _linear_of(weight):
     """Return a linear layer without bias that has these weights."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype, device=weight.device)

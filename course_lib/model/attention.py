@@ -29,7 +29,6 @@ def fused_attention(
     """Attention in one kernel that never writes the score matrix down (FlashAttention, where the device has it).
 
     On a CPU PyTorch's flash kernel has no dropout: with dropout above 0 it falls back to one that stores the scores.
-
     Source   Dao et al. 2022 (arXiv:2205.14135)
     """
     grouped = q_BNSH.shape[1] != k_BKSH.shape[1]

@@ -17,7 +17,7 @@ What differs here: each LayerNorm also keeps mean and 1/deviation, two numbers a
 with dropout 0 nothing of dropout is kept: s b h (32 + 2 a s / h).
 """
 
-from collections.abc import Container
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -97,17 +97,12 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Tokens in, logits out; constructor, recomputation and names as `course_lib.model.Llama`.
-
     Shapes   tokens_BS -> logits_BSV
     Source   Radford et al. 2019 (GPT-2); Brown et al. 2020 (arXiv:2005.14165)
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        attention: str = "fused",
-        recompute: str = "none",
-        layers: Container[int] | None = None,
+        self, config: ModelConfig, attention: str = "fused", recompute: str = "none", layers: set[int] | None = None
     ):
         super().__init__()
         check_choices(attention, recompute)
@@ -136,7 +131,7 @@ class GPT(nn.Module):
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x_BSD = self.dropout(self.embed(tokens_BS) + self.positions(positions_S))
-        return self.norm(_run_blocks(self.blocks, x_BSD, self.recompute))
+        return self.norm(run_blocks(self.blocks, x_BSD, self.recompute))
 
 
 class Encoder(nn.Module):
@@ -144,7 +139,6 @@ class Encoder(nn.Module):
 
     Built as XLM-R XL and XXL are, with the norm before each part and one at the end. Base and large put each norm after
     the residual and one behind the embedding: as many parameters, other numbers.
-
     Shapes   tokens_BS -> x_BSD
     Source   Goyal et al. 2021 (arXiv:2105.00572); transformers' XLMRobertaXLModel
     """
@@ -168,11 +162,14 @@ class Encoder(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + self.FIRST_POSITION
         x_BSD = self.embed(tokens_BS) + self.positions(positions_S) + self.token_type.weight[0]
-        return self.norm(_run_blocks(self.blocks, self.dropout(x_BSD), self.recompute))
+        return self.norm(run_blocks(self.blocks, self.dropout(x_BSD), self.recompute))
 
 
-def _run_blocks(blocks: nn.ModuleList, x_BSD: Tensor, recompute: str) -> Tensor:
+def run_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, recompute: str, *tables: Tensor) -> Tensor:
     """One block after the other. Recompute "full" keeps only each block's input, and backward runs the block again."""
     for block in blocks:
-        x_BSD = checkpoint(block, x_BSD, use_reentrant=False) if recompute == "full" else block(x_BSD)
+        if recompute == "full":
+            x_BSD = checkpoint(block, x_BSD, *tables, use_reentrant=False)
+        else:
+            x_BSD = block(x_BSD, *tables)
     return x_BSD

@@ -35,11 +35,11 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
 from course_lib.model.attention import CORES, rotate
+from course_lib.model.moe import alone
 
 
 class LatentAttention(nn.Module):
     """Causal latent attention. `make_norm(width)` builds a norm; `llama.py` brings its own.
-
     Shapes   x_BSD, cos_SP, sin_SP -> x_BSD
     """
 
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(N * mla.value_dim, D, bias=False)
         self.core = CORES[attention]
         self.recompute_core = recompute == "selective"
-        self.share_key = alone
+        self.share_key = alone  # of the key's part with position; tensor parallelism replaces this
 
     def queries(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
         """Shapes   x_BSD -> q_BSNH"""
@@ -82,11 +82,6 @@ class LatentAttention(nn.Module):
         else:
             out_BNSW = self.core(q_BNSH, k_BNSH, v_BNSW)
         return self.o(out_BNSW.transpose(1, 2).flatten(2))
-
-
-def alone(rope_BSP: Tensor) -> Tensor:
-    """Return the key's part with position as it is, where all heads are here; tensor parallelism replaces this."""
-    return rope_BSP
 
 
 def halves(x: Tensor) -> Tensor:

@@ -28,22 +28,21 @@ and once in a model: the final norm (D + 1), the head's input (D), the two RoPE 
 """
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
+from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.model.attention import CORES, check_choices, project, rotate
-from course_lib.model.gpt import GPT, Encoder
+from course_lib.model.gpt import GPT, Encoder, run_blocks
 from course_lib.model.latent import LatentAttention
 from course_lib.model.moe import MoE
 from course_lib.validate import Seed, checked
-
-__all__ = ["PRESETS", "Llama", "ModelConfig", "RMSNorm", "RopeScaling", "build", "preset", "rope_tables"]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -72,7 +71,6 @@ class _RMSNorm(torch.autograd.Function):
 
 class RMSNorm(nn.Module):
     """Divides each token by its root mean square, in float32 at least, then scales each feature.
-
     Source   Zhang and Sennrich 2019 (arXiv:1910.07467)
     """
 
@@ -101,7 +99,6 @@ def rope_frequencies(config: ModelConfig, device=None) -> Tensor:
 @checked
 def rope_tables(config: ModelConfig, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, computed in float32.
-
     Shapes   positions_S -> cos_SH, sin_SH
     Source   Su et al. 2021 (arXiv:2104.09864)
     """
@@ -115,7 +112,6 @@ class Attention(nn.Module):
 
     With config.qk_norm each head's query and key pass through an RMSNorm before RoPE, one weight for all heads: a rank
     with some of the heads then has a part of this weight's gradient.
-
     Source   Henry et al. 2020 (arXiv:2010.04245); Qwen3 (arXiv:2505.09388), section 2
     """
 
@@ -148,10 +144,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)).
-
-    Source   Shazeer 2020 (arXiv:2002.05202)
-    """
+    """SwiGLU: down(silu(gate(x)) * up(x)). Source Shazeer 2020 (arXiv:2002.05202)"""
 
     def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
@@ -173,9 +166,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         if config.mla:
-            self.attention = LatentAttention(
-                config, attention, recompute, lambda width: RMSNorm(width, config.norm_eps)
-            )
+            self.attention = LatentAttention(config, attention, recompute, partial(RMSNorm, eps=config.norm_eps))
         else:
             self.attention = Attention(config, attention, recompute)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -188,7 +179,6 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     """Tokens in, logits out. `build` makes one with the usual initial weights; the bare constructor leaves PyTorch's.
-
     attention   "fused" | "standard" (course_lib/model/attention.py)
     recompute   "none" | "selective" (the attention core runs again in backward) | "full" (each block does)
     layers      which blocks are made; in place of the others stands nothing, for whoever has a part of the model
@@ -197,11 +187,7 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        attention: str = "fused",
-        recompute: str = "none",
-        layers: Container[int] | None = None,
+        self, config: ModelConfig, attention: str = "fused", recompute: str = "none", layers: set[int] | None = None
     ):
         super().__init__()
         check_choices(attention, recompute)
@@ -231,12 +217,7 @@ class Llama(nn.Module):
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         cos_SH, sin_SH = rope_tables(self.config, positions_S, x_BSD.dtype)
-        for block in self.blocks:
-            if self.recompute == "full":
-                x_BSD = checkpoint(block, x_BSD, cos_SH, sin_SH, use_reentrant=False)
-            else:
-                x_BSD = block(x_BSD, cos_SH, sin_SH)
-        return self.norm(x_BSD)
+        return self.norm(run_blocks(self.blocks, x_BSD, self.recompute, cos_SH, sin_SH))
 
 
 CLASSES = {"llama": Llama, "gpt": GPT, "xlmr": Encoder}
@@ -252,7 +233,6 @@ def build(
     recompute: str = "none",
 ) -> nn.Module:
     """Return the model of that config. Its weights depend on the seed alone: not on the device, on dtype by rounding.
-
     device   None: `rank_device()`. On "meta" the model has shapes and no elements, whatever its size
     """
     device = torch.device(device or rank_device())
@@ -270,7 +250,6 @@ def _init_weights(model: nn.Module, seed: Seed) -> None:
     """Matrices from a normal distribution of deviation 0.02, norms one, biases zero.
 
     In the gpt family the two layers that write into the residual get 0.02 / sqrt(2 num_layers).
-
     Source   Radford et al. 2019 (GPT-2), section 2.3; transformers' LlamaPreTrainedModel
     """
     for count in model.buffers():  # of experts' loads and steps

@@ -36,7 +36,6 @@ from course_lib.validate import Count, Size, checked
 @dataclass(frozen=True)
 class Routing:
     """Where each token goes. Only `weight_Tk` and `share_TE` carry a gradient.
-
     expert_Tk   the chosen experts, an expert at most once a token
     weight_Tk   what each one's output counts for
     kept_Tk     False where the expert's capacity was spent: this choice is dropped
@@ -49,7 +48,6 @@ class Routing:
     share_TE: Tensor
 
     def detached(self) -> "Routing":
-        """The same without the graph."""
         return replace(self, weight_Tk=self.weight_Tk.detach(), share_TE=self.share_TE.detach())
 
     @property
@@ -59,7 +57,6 @@ class Routing:
 
     @property
     def dropped_E(self) -> Tensor:
-        """How many of them were dropped."""
         return self.expert_Tk[~self.kept_Tk].bincount(minlength=self.share_TE.shape[1])
 
 
@@ -76,7 +73,6 @@ def limit_groups(choice_TE: Tensor, num_groups: int, max_groups: int, top_k: int
     """The same affinities, minus infinity outside each token's `max_groups` best groups.
 
     A group's score is the sum of its top_k / max_groups highest affinities.
-
     Source   DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, "Node-Limited Routing"
     """
     if max_groups == num_groups:
@@ -91,7 +87,6 @@ def limit_groups(choice_TE: Tensor, num_groups: int, max_groups: int, top_k: int
 
 def choose(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
     """The experts of each token, best first: the highest scores, bias added. The bias chooses, it does not weigh.
-
     Shapes   score_TE -> expert_Tk
     """
     choice_TE = score_TE.detach() if bias_E is None else score_TE.detach() + bias_E
@@ -116,7 +111,6 @@ def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
 
 def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:
     """Which assignments fit: each expert takes its first `room`; all first assignments come before any second one.
-
     Shapes   expert_Tk -> kept_Tk
     Source   Lepikhin et al. 2020 (arXiv:2006.16668), algorithm 1
     """
@@ -170,7 +164,6 @@ class Router(nn.Module):
 
 def dispatch(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """One row for each kept assignment, sorted by expert.
-
     Shapes   x_TD -> x_RD, assignment_R, rows_E     (assignment_R: t k + slot of each row; rows_E: rows of each expert)
     """
     expert_A = routing.expert_Tk.flatten()
@@ -187,7 +180,6 @@ def apply_experts(experts: Iterable[nn.Module], x_RD: Tensor, rows: list[int]) -
 
 def combine(y_RD: Tensor, assignment_R: Tensor, routing: Routing) -> Tensor:
     """Each token's sum of its experts' outputs, times their weights; a token dropped everywhere gets zero.
-
     Shapes   y_RD -> y_TD
     """
     num_tokens, top_k = routing.weight_Tk.shape
@@ -255,7 +247,6 @@ def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
 
     The assignments are counted and have no gradient; it flows through the scores. `tokens_E` may be of more tokens than
     `share_TE`: of all ranks.
-
     Source   Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6, where top_k is 1. transformers' is top_k times it.
     """
     chosen_E = tokens_E.to(share_TE.dtype) / tokens_E.sum()
@@ -263,7 +254,6 @@ def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:
-    """Every mixture of experts in a model, from the first block to the last."""
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
@@ -301,7 +291,6 @@ def balance_after_step(model: nn.Module) -> None:
     """After the optimizer's step: biases of overloaded experts a step down, of others up; the count starts anew.
 
     Judged by the load of the whole batch: all micro-batches, all ranks.
-
     Source   DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; Wang et al. 2024 (arXiv:2408.15664), algorithm 1
     """
     for moe in moe_layers(model):

@@ -41,9 +41,6 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that give the log-sum-exp
 
 
-# --- build
-
-
 class ContextParallel(ModelEngine):
     """The whole model on every rank, which takes its part of each sequence; attention is PyTorch's ring."""
 
@@ -65,13 +62,11 @@ class ContextParallel(ModelEngine):
         return torch.stack(losses).sum()
 
     def finish(self) -> None:
-        """Each rank has the gradient of its tokens' losses; the sum over ranks is that of all, in one message."""
         sum_gradients(self.parameters(), self.cp_group)
 
 
 def build(model: nn.Module, group: Group) -> ContextParallel:
     """Sets each block's attention core, in place; every rank must bring the same weights.
-
     Bytes    none
     Raises   ValueError for a model that PyTorch's ring does not know
     """
@@ -83,9 +78,6 @@ def build(model: nn.Module, group: Group) -> ContextParallel:
     for block in model.blocks:
         block.attention.core = _on_a_gpu if model.embed.weight.is_cuda else _ring_core(engine)
     return engine
-
-
-# --- on a CPU: the template and the CPU's flash kernel
 
 
 def _ring_core(engine: ContextParallel):
@@ -122,22 +114,13 @@ class _RingAttention(torch.autograd.Function):
 @contextmanager
 def _ring_options(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """PyTorch's options are global: zigzag and a ring inside, as before outside."""
-    options = {
-        "enable_load_balance": True,
-        "rotate_method": _RotateMethod.ALL_TO_ALL,
-        "convert_to_f32": dtype != torch.float64,
-    }
-    before = {name: getattr(_cp_options, name) for name in options}
+    before = dict(vars(_cp_options))
+    _cp_options.enable_load_balance, _cp_options.rotate_method = True, _RotateMethod.ALL_TO_ALL
+    _cp_options.convert_to_f32 = dtype != torch.float64
     try:
-        for name, value in options.items():
-            setattr(_cp_options, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(_cp_options, name, value)
-
-
-# --- on a GPU: what PyTorch offers
+        vars(_cp_options).update(before)
 
 
 def _on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
@@ -163,6 +146,5 @@ def _cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iter
 
 @contextmanager
 def _cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's inputs, targets and positions."""
     mine_s = positions("zigzag", x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s

@@ -22,7 +22,6 @@ class DDP(DistributedDataParallel, Engine):
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> DDP:
     """Makes `model` data parallel over `group`, with gradients that are views of DDP's buckets of 25 MiB.
-
     Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize; the second step also broadcasts the buckets
     """
     return DDP(model, process_group=group, gradient_as_bucket_view=True)

@@ -29,12 +29,8 @@ from course_lib.parallel.engine import Engine, MicroBatches, trainable
 MATRICES = ("gate", "up", "down")
 
 
-# --- experts of a rank, stacked
-
-
 class GroupedExperts(nn.Module):
     """Neighbouring experts, each kind of matrix in one tensor.
-
     Shapes   gate_eFD, up_eFD, down_eDF; x_RD sorted by expert, rows_e -> y_RD
     """
 
@@ -52,20 +48,12 @@ class GroupedExperts(nn.Module):
 
 def products(x_RD: Tensor, w_eFD: Tensor, rows_e: Tensor) -> Tensor:
     """Each expert's matrix times its own rows."""
-    if _can_group(w_eFD):
+    whole_lines = all(size * w_eFD.element_size() % 16 == 0 for size in w_eFD.shape[1:])
+    if whole_lines and w_eFD.dtype in (torch.float32, torch.bfloat16, torch.float16):  # what grouped_mm takes
         return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=rows_e.cumsum(0, dtype=torch.int32))
     return torch.cat(
         [F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD, strict=True)]
     )
-
-
-def _can_group(w_eFD: Tensor) -> bool:
-    """Whether grouped_mm takes these matrices."""
-    whole_lines = all(size * w_eFD.element_size() % 16 == 0 for size in w_eFD.shape[1:])
-    return whole_lines and w_eFD.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-# --- build
 
 
 class ExpertDDP(DistributedDataParallel, Engine):
@@ -74,7 +62,6 @@ class ExpertDDP(DistributedDataParallel, Engine):
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, layout: ExpertLayout) -> None:
         super().__init__(module, process_group=group)
         self.mesh, self.layout, self.norm_groups = mesh, layout, (mesh.get_group("ep"),)
-
         self.loss_group, self.loss_op = group, "mean"
 
     def count_tokens(self, micro_batches: MicroBatches) -> float:
@@ -83,7 +70,13 @@ class ExpertDDP(DistributedDataParallel, Engine):
         return comm.all_reduce(total, self.process_group).item() / self.process_group.size()
 
     def finish(self) -> None:
-        _mean_expert_gradients(self)
+        """What DDP does not sum: experts', over the ranks that have the same, divided by ALL ranks as the rest is."""
+        group = self.mesh.get_group("expert_dp")
+        for param in [param for moe in moe_layers(self) for param in moe.experts.parameters()]:
+            if param.grad is not None:
+                param.grad /= self.process_group.size()
+                if group.size() > 1:
+                    dist.all_reduce(param.grad, group=group)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         for name, param in trainable(self.module):
@@ -104,7 +97,6 @@ class ExpertDDP(DistributedDataParallel, Engine):
 
 def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None) -> ExpertDDP:
     """Spreads experts over ep neighbours and wraps the rest in DDP; every rank must bring the same weights.
-
     Bytes    DDP sends the first rank's parameters to all, but not experts
     Raises   ValueError if sizes do not fit, or `group` is not the whole world, of which the mesh is made
     """
@@ -126,7 +118,6 @@ def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None
 
 
 def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
-    """Replaces all experts by this rank's, stacked."""
     width = layout.experts_per_rank
     moe.experts = GroupedExperts(list(moe.experts)[ep_rank * width : (ep_rank + 1) * width])
 
@@ -145,17 +136,3 @@ def _run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor
     y_RD = experts(received_RD[order_R], from_rank.sum(0))
     returned_RD = all_to_all_single_autograd(y_RD[order_R.argsort()], sent_rows, received_rows, group)
     return combine(returned_RD, assignment_R, routing)
-
-
-# --- what DDP does not sum
-
-
-def _mean_expert_gradients(engine: ExpertDDP) -> None:
-    """Summed over the ranks that have the same experts, divided by the number of ALL ranks, as DDP divides the rest."""
-    group = engine.mesh.get_group("expert_dp")
-    for moe in moe_layers(engine):
-        for param in moe.experts.parameters():
-            if param.grad is not None:
-                param.grad /= engine.process_group.size()
-                if group.size() > 1:
-                    dist.all_reduce(param.grad, group=group)

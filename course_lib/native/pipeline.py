@@ -37,9 +37,6 @@ _IN_A_V = ("zbv", "dualpipe_v")  # stage s on rank s, then back
 _LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-# --- build
-
-
 class Pipeline(nn.Module, Engine):
     """This rank's stages, and PyTorch's objects that run them."""
 
@@ -55,22 +52,26 @@ class Pipeline(nn.Module, Engine):
         self.runners = {}  # by number and shape of micro-batches
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
-        return run_schedule(self, micro_batches)
+        """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
+        Raises   what PyTorch raises for micro-batches of different shapes, or too few
+        """
+        x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
+        losses = []
+        inputs = (x_BS,) if "0" in self.stages else ()
+        outputs = {"target": y_BS, "losses": losses} if str(len(self.rank_of_stage) - 1) in self.stages else {}
+        key = len(micro_batches), tuple(micro_batches[0][0].shape)
+        if key not in self.runners:
+            self.runners[key] = _make_runner(self, *key)
+        self.runners[key].step(*inputs, **outputs, return_outputs=False)
+        zero = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        return sum((loss.detach() for loss in losses), zero)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         return ((param, 1) for _, param in named_parameters(self) if param.requires_grad)
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         mine = {name: tensor_of(param) for name, param in named_parameters(self)}
-        return put_together(self.config, {n: x for n, x in mine.items() if x is not None}, {}, self.group)
-
-    @property
-    def has_first(self) -> bool:
-        return self.rank_of_stage[0] == self.group.rank()
-
-    @property
-    def has_last(self) -> bool:
-        return self.rank_of_stage[-1] == self.group.rank()
+        return put_together(self.config, mine, {}, self.group)
 
 
 def _ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
@@ -89,18 +90,6 @@ def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) ->
         raise ValueError(f"schedule is {schedule!r}; choose from {', '.join(SCHEDULES)}, and a model that is not tied")
     check_stages(model.config, len(_ranks_of_stages(schedule, group.size(), v)))
     return Pipeline(model, group, schedule, v)
-
-
-# --- PyTorch's objects
-
-
-def _runner_of(engine: Pipeline, micro_batches: MicroBatches):
-    """The schedule for so many micro-batches of that shape, made once."""
-    x_BS, _ = micro_batches[0]
-    key = len(micro_batches), tuple(x_BS.shape)
-    if key not in engine.runners:
-        engine.runners[key] = _make_runner(engine, *key)
-    return engine.runners[key]
 
 
 def _make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
@@ -140,35 +129,12 @@ def order_of(engine: Pipeline, count: int) -> str:
 
     For 1f1b PyTorch's list is only shown, not executed, and on the last rank it numbers forwards one too high.
     """
-    order = _make_runner(engine, count, (1, 1)).pipeline_order
-    return "\n".join(" ".join(_instructions(order[rank])) for rank in range(engine.group.size()))
-
-
-def _instructions(actions: list) -> list[str]:
-    """Without what idles, communicates, or holds a pair that could run at once (its parts follow one another)."""
-    parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
-    return [
-        f"{_LETTERS[part.computation_type.name]}{part.microbatch_index}@{part.stage_index}"
-        for part in parts
-        if part.computation_type.name in _LETTERS
-    ]
-
-
-# --- micro-batches
-
-
-def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
-    """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
-
-    Raises   what PyTorch raises for micro-batches of different shapes, or too few
-    """
-    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
-    losses = []
-    inputs = (x_BS,) if engine.has_first else ()
-    outputs = {"target": y_BS, "losses": losses} if engine.has_last else {}
-    _runner_of(engine, micro_batches).step(*inputs, **outputs, return_outputs=False)
-    zero = torch.zeros((), dtype=torch.promote_types(engine.dtype, torch.float32), device=engine.device)
-    return sum((loss.detach() for loss in losses), zero)
+    order, lines = _make_runner(engine, count, (1, 1)).pipeline_order, []
+    for rank in range(engine.group.size()):  # what idles or communicates is left out; parts of a pair follow each other
+        parts = [part for action in order[rank] if action is not None for part in action.sub_actions or (action,)]
+        named = [(_LETTERS.get(part.computation_type.name), part) for part in parts]
+        lines.append(" ".join(f"{op}{part.microbatch_index}@{part.stage_index}" for op, part in named if op))
+    return "\n".join(lines)
 
 
 def named_parameters(engine: Pipeline) -> list[NamedParameter]:

@@ -29,12 +29,8 @@ ALONG_S = Shard(1)  # of x_BSD
 ALONG_LAST = Shard(-1)  # what a row's columns left
 
 
-# --- build
-
-
 class TensorSequenceParallel(TensorParallel):
     """Tensor parallelism whose hidden states between layers are cut along the sequence.
-
     Bytes    a micro-batch, L layers: (4 L + 2) reduce-scatters and as many all-gathers of B S D elements, 3 all-reduces
              of B S; a step: 2 L + 1 all-reduces of D
     """
@@ -46,30 +42,25 @@ class TensorSequenceParallel(TensorParallel):
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Raises ValueError if S does not divide, below torch 2.13, before anything is sent."""
-        for x_BS, _ in micro_batches:
-            _check_sequence(x_BS.shape[1], self.mesh.size())
+        tp_size = self.mesh.size()
+        for seq_len in (x_BS.shape[1] for x_BS, _ in micro_batches):
+            if seq_len < tp_size:
+                raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
+            if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
+                raise ValueError(
+                    f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
+                    "choose such a length, install torch 2.13, or use parallel/sequence.py"
+                )
         return super().run(micro_batches)
 
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
     """Shards `model` over `group` in place, weights and sequence; all ranks bring the same weights.
-
     Bytes    none
     Raises   what native/tensor.py's build raises
     """
     check_shardable(model.config, group.size())
     return TensorSequenceParallel(model, group)
-
-
-def _check_sequence(seq_len: int, tp_size: int) -> None:
-    """Raises ValueError for a length that this torch cannot cut."""
-    if seq_len < tp_size:
-        raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
-    if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
-        raise ValueError(
-            f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
-            "choose such a length, install torch 2.13, or use parallel/sequence.py"
-        )
 
 
 def sequence_plan(model: nn.Module) -> Plan:

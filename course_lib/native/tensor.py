@@ -33,18 +33,13 @@ from course_lib.parallel.engine import MicroBatches, one_after_another, trainabl
 Plan = dict[str, ParallelStyle]
 
 
-# --- build
-
-
 class TensorParallel(DTensorEngine):
     """A model cut over the ranks of one group as a plan says; all of them bring the same tokens.
-
     Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D elements, 3 of B S; with QK-norm a step: 2 L of H
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> None:
         """Turns the parameters that the plan names into DTensors, and hooks the redistributions around their modules.
-
         Raises   RuntimeError if a matrix was left whole
         """
         mesh = DeviceMesh.from_group(group, model.embed.weight.device.type, mesh_dim_names=("tp",))
@@ -70,7 +65,6 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> TensorParallel:
     """Shards `model` over `group` in place; every rank must bring the same weights.
 
     Families llama and gpt. Uneven sizes: d_ff and the vocabulary are cut as torch.chunk cuts, heads must divide.
-
     Bytes    none
     Raises   ValueError where heads do not divide, or dropout is above 0; RuntimeError if a matrix was left whole
     """

@@ -48,9 +48,7 @@ class FSDP(DTensorEngine):
 
 def build(model: nn.Module, group: dist.ProcessGroup, stage: int = 3, shard_size: int | None = None) -> FSDP:
     """Shards `model` in place over `group` with fully_shard; every rank must hold the same weights.
-
     shard_size    ranks that share one copy of the model (HSDP); None: all of the group
-
     Shapes   a parameter of rows x ... -> its DTensor's local part of ceil(rows / dp) x ...; the last ranks' are shorter
     Bytes    see the table above; P counts each parameter's rows rounded up to a multiple of dp. An all-reduce of one
              element for the loss

@@ -8,9 +8,7 @@
 A word is what an option's value looks like as text; addresses hold the same.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from course_lib.claims import claims_named
@@ -98,33 +96,26 @@ def described(name: str) -> dict:
         "lesson": listed.lesson,
         "basis": told(listed.basis),
         "controls": [_described(key, control) for key, control in panel.controls.items()],
-        "presets": {key: _words_of(panel.start | dict(values)) for key, (values, _) in panel.presets.items()},
+        "presets": {
+            key: {name: str(value) for name, value in (panel.start | dict(values)).items()}
+            for key, (values, _) in panel.presets.items()
+        },
         "buttons": list(panel.slow),
         **_told(panel.answer()),
     }
 
 
 def _described(name: str, control: Control) -> dict:
-    options = [[told(label), str(value)] for label, value in control.options]
     found = {"name": name, "label": told(control.label), "kind": control.kind, "start": str(control.start)}
-    found["options"] = options
+    found["options"] = [[told(label), str(value)] for label, value in control.options]
     if control.kind == "grid":
-        found |= {
-            "cells": control.cells(control.start),
-            "colors": {key: COLORS[label] for label, key in control.options},
-        }
+        colors = {key: COLORS[label] for label, key in control.options}
+        found |= {"cells": control.cells(control.start), "colors": colors}
     return found
 
 
-def _words_of(values: Mapping[str, Value]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items()}
-
-
 def values_of(panel: Panel, words: Mapping[str, str]) -> dict[str, Value]:
-    """Return the panel's start with what these words mean; of a control that takes text, the text itself.
-
-    Raises   ValueError for a name or a word that no control has
-    """
+    """Return the panel's start with what words, or typed texts, mean; raises ValueError for those of no control."""
     meant = {}
     for name, word in words.items():
         control = panel.controls.get(name)
@@ -144,7 +135,6 @@ def _show(panel: str, words: Mapping[str, str]) -> dict:
 
 
 def _place(panel: str, control: str, value: str, row: int, column: int, option: str) -> dict:
-    """A press on a grid: its text and its cells afterwards."""
     one_of("control", control, tuple(PANELS[panel].panel.controls))
     grid = PANELS[panel].panel.controls[control]
     placed = grid.press(value, row, column, option)
@@ -152,7 +142,6 @@ def _place(panel: str, control: str, value: str, row: int, column: int, option: 
 
 
 def _cells(panel: str, control: str, value: str) -> dict:
-    """A grid's cells, of a text that was typed."""
     one_of("control", control, tuple(PANELS[panel].panel.controls))
     return {"cells": PANELS[panel].panel.controls[control].cells(value)}
 
@@ -175,14 +164,7 @@ def _claim(id: str) -> dict:
     return {name: as_record(claim)[name] for name in ("answer", "say", "values")}
 
 
-_DONE: Mapping[str, Callable[..., dict]] = {
-    "show": _show,
-    "press": _press,
-    "place": _place,
-    "cells": _cells,
-    "plan": _plan,
-    "claim": _claim,
-}
+_DONE = {"show": _show, "press": _press, "place": _place, "cells": _cells, "plan": _plan, "claim": _claim}
 
 
 def answer(request: Mapping[str, object]) -> dict:

@@ -1,7 +1,5 @@
 """Collectives: as NCCL would choose one (lesson 0), and all-reduces of buckets beside backward (lesson 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from course_lib.config import preset
@@ -20,7 +18,6 @@ SIZES = tuple(digit * 10**power for power in range(3, 10) for digit in (1, 3))
 
 
 def _cost_parts(cost, size: int) -> dict[str, float]:
-    """Seconds of one way by what they are spent on."""
     return {"latency": cost.latency_s, "moving bytes": cost.seconds(size) - cost.latency_s}
 
 
@@ -60,14 +57,9 @@ COLLECTIVE = Panel(
     _draw_collective,
 )
 
-# ------------------------------------------------------------------------------------ beside backward
 _ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
 GRAD_BYTES = 4  # gradients are reduced in FP32
 _SHADES = {"forward": 0.5, "backward": 0.0}
-
-
-def _tokens_of(values: Mapping) -> int:
-    return values["micro_batch"] * values["seq_len"]
 
 
 def _last_micro_batch(values: Mapping) -> list[Span]:
@@ -77,7 +69,7 @@ def _last_micro_batch(values: Mapping) -> list[Span]:
     the optimizer's time is left out.
     """
     config, device = preset(values["model"]), gpu(values["gpu"])
-    peak, tokens = peak_flops(device, "bf16" if device.bf16_flops else "fp16"), _tokens_of(values)
+    peak, tokens = peak_flops(device), values["micro_batch"] * values["seq_len"]
     micro_s = step_flops(config, tokens, values["seq_len"]) / (peak * _ASSUMED_MFU)
     size, buckets = GRAD_BYTES * count_parameters(config) / values["buckets"], values["buckets"] * (values["dp"] > 1)
     one_s = collective_s("all_reduce", size, values["dp"], link(values["link"]))
@@ -99,7 +91,8 @@ def _draw_overlap(**values) -> Shown:
         edge_s = min(max(start_s, before_s + micro_s), stop_s)
         pieces = ("communication", start_s, edge_s), ("not hidden", edge_s, stop_s)
         lanes["communication"] += [Box(*edges, part, name) for part, *edges in pieces if edges[1] > edges[0]]
-    step_s, tokens = before_s + micro_s + late_s, values["dp"] * _tokens_of(values) * (earlier + 1)
+    step_s = before_s + micro_s + late_s
+    tokens = values["dp"] * values["micro_batch"] * values["seq_len"] * (earlier + 1)
     said = (
         f"Global batch {tokens:,} tokens. Modelled step {show_seconds(step_s)}: {show_seconds(step_s - late_s)} of "
         f"computation, {show_seconds(sum(span.seconds for span in spans if span.lane != COMPUTE))} to all-reduce "

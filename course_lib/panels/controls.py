@@ -1,7 +1,5 @@
 """The controls of all panels, and the runs and clusters that their values mean: named as their fields are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from course_lib.config import PRESETS, ModelConfig, preset
@@ -93,20 +91,13 @@ def controls(**starts: Value | tuple[Value, Options]) -> dict[str, Control]:
     return found
 
 
-# ------------------------------------------------------------------------------------ from values to records
 def layout_of(values: Mapping[str, Value]) -> Layout:
-    """Return the layout that these values describe; what a layout has not is left out.
-
-    Raises   ValueError as `Layout`
-    """
+    """Return the layout that these values describe, without what it has not; raises ValueError as `Layout`."""
     return Layout(**{name: value for name, value in values.items() if name in DEFAULTS})
 
 
 def run_of(values: Mapping[str, Value], config: ModelConfig | None = None, **fields) -> Run:
-    """Return the run that these values describe, of their model unless another is given.
-
-    Raises   ValueError as `Layout` and `Run`
-    """
+    """Return the run that these values describe, of their model or another; raises ValueError as `Layout` and `Run`."""
     how = {name: values[name] for name in ("recipe", "attention", "optimizer") if name in values} | fields
     return Run(config or preset(values["model"]), layout_of(values), values["seq_len"], **how)
 

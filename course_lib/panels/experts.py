@@ -1,7 +1,5 @@
 """Experts: how even their load is, what a capacity drops, what travels within and between nodes (lessons 9a, 9b)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from course_lib.layout.experts import ExpertLayout, capacity_of
@@ -49,16 +47,14 @@ def _draw_experts(experts, top_k, capacity, ep, nodes, max_nodes, skew, method, 
         return charts, said + "One rank alone sends nothing."
     traffic = moe_traffic(kept, layout, d_model, method, capacity=room)
     sent = [traffic.forward(rank) for rank in range(ep)]
-    by_rank = {
-        str(n): {"within the node": s.within_bytes, "between nodes": s.between_bytes} for n, s in enumerate(sent)
-    }
-    within, between = (show_bytes(max(sizes)) for sizes in zip(*map(dict.values, by_rank.values()), strict=True))
+    ranks = {str(n): {"within the node": s.within_bytes, "between nodes": s.between_bytes} for n, s in enumerate(sent)}
+    within, between = (show_bytes(max(sizes)) for sizes in zip(*map(dict.values, ranks.values()), strict=True))
     said += (
         f"Forward pass of one layer: a rank sends at most {within} within its node and {between} between nodes "
         "(dispatch and combine, BF16). Forward and backward, all ranks: "
         f"{show_bytes(sum(map(traffic.sent_bytes, range(ep))))}."
     )
-    return [*charts, columns("Sent by each rank in forward", by_rank)], said
+    return [*charts, columns("Sent by each rank in forward", ranks)], said
 
 
 EXPERTS = Panel(

@@ -1,7 +1,5 @@
 """A matrix product by tiles on one GPU (lesson 13a): what takes longest, and how many multiprocessors have a tile."""
 
-from __future__ import annotations
-
 from course_lib.hardware import gpu, peak_flops
 from course_lib.panels.controls import controls
 from course_lib.panels.record import Panel, Shown

@@ -1,7 +1,5 @@
 """One GPU: what it holds (lesson 1), number formats (2a), blocks computed again (2b), optimizers (2c), scales (13b)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -10,7 +8,7 @@ from course_lib.float_formats import FORMATS
 from course_lib.flops import step_flops
 from course_lib.hardware import GPUS, gpu
 from course_lib.memory.activations import layer_terms, part_of
-from course_lib.memory.budget import Budget, budgets, fits
+from course_lib.memory.budget import budgets, fits
 from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.palette import KINDS
 from course_lib.panels.controls import controls, named, of_table, powers, run_of
@@ -18,13 +16,19 @@ from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Box, Chart, bars, columns
 from course_lib.units import show_bytes
 
-# ------------------------------------------------------------------------------------ memory, optimizers
 COMPARED = ("t4", "a100-40", "h100", "h200", "b200")
 
 
-def _kinds_of(budget: Budget) -> dict[str, float]:
-    found = budget.at_peak | {"overhead": sum(budget.overheads.values())}
-    return {kind: found[kind] for kind in KINDS if found.get(kind)}
+def kinds_of(budget) -> dict[str, int]:
+    """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`'s largest moment."""
+    if isinstance(budget, Mapping):
+        given = dict(budget)
+    else:
+        given = dict(budget.at_peak)
+        given["overhead"] = sum(getattr(budget, "overheads", {}).values())
+    if unknown := set(given) - set(KINDS):
+        raise ValueError(f"kinds {sorted(unknown)} have no colour; use {', '.join(KINDS)}")
+    return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
 
 
 def _gigabytes(size: float) -> str:
@@ -39,7 +43,7 @@ def _draw_memory(**values) -> Shown:
     between = {"parameters": needed.parameters, "optimizer": needed.optimizer}
     rows = {
         "between steps": between | {"overhead": sum(needed.overheads.values())},
-        "largest moment": _kinds_of(needed),
+        "largest moment": kinds_of(needed),
     }
     said = (
         f"{_gigabytes(total)} = {total / 2**30:,.1f} GiB at the largest moment of a step ({needed.moment}); "
@@ -59,7 +63,7 @@ def _draw_optimizers(**values) -> Shown:
     said = f"{device.name} gives programs {show_bytes(device.usable_bytes)}. Fits: {fit}."
     said += "".join(f" {name} needs {_gigabytes(one.total_bytes)}." for name, one in needed.items())
     title = f"{values['model']}, all weights trained: the largest moment of a step"
-    rows = {name: _kinds_of(one) for name, one in needed.items()}
+    rows = {name: kinds_of(one) for name, one in needed.items()}
     return [bars(title, rows, marks={device.name: device.usable_bytes})], said
 
 
@@ -76,20 +80,14 @@ OPTIMIZER = Panel(
     _draw_optimizers,
 )
 
-# ------------------------------------------------------------------------------------ recomputation
 MODEL = preset("llama-3.2-1b")
 BLOCKS = MODEL.num_layers
 
 
-def _kept_bytes(layer: int, how: str, values: Mapping) -> int:
-    """Bytes that a block saves in forward under one kind of recomputation."""
-    run = run_of({**values, "recompute": how}, MODEL)
-    return sum(size for terms in layer_terms(part_of(run), layer) for size in terms.values())
-
-
 def _draw_recompute(blocks: str, recompute: str, **values) -> Shown:
     """What each block keeps, and what is there when backward comes to it: its own activations are whole again."""
-    whole, less = ([_kept_bytes(layer, how, values) for layer in range(BLOCKS)] for how in ("none", recompute))
+    parts = [part_of(run_of({**values, "recompute": how}, MODEL)) for how in ("none", recompute)]
+    whole, less = ([sum(sum(half.values()) for half in layer_terms(part, n)) for n in range(BLOCKS)] for part in parts)
     kept = [less[layer] if again == "1" else whole[layer] for layer, again in enumerate(blocks)]
     held = [sum(kept[: layer + 1]) for layer in range(BLOCKS)]
     each, moments = (
@@ -123,7 +121,6 @@ RECOMPUTE = Panel(
     },
 )
 
-# ------------------------------------------------------------------------------------ precision
 SHOWN = ("fp32", "bf16", "fp16")
 
 
@@ -177,7 +174,6 @@ PRECISION = Panel(
     "A weight and an update in three formats", _magnitudes(weight=(-8, 5, 1.0), update=(-12, 5, 1e-3)), _draw_precision
 )
 
-# ------------------------------------------------------------------------------------ eight bits
 SCALED = ("int8", "fp8 e4m3", "fp8 e5m2", "fp4 e2m1")
 
 

@@ -1,7 +1,5 @@
 """Pipelines (lesson 8): schedules on the clock, and a puzzle: to place a pipeline's work on a grid by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
@@ -87,7 +85,6 @@ PIPELINE = Panel(
     _draw_pipeline,
 )
 
-# ------------------------------------------------------------------------------------ a puzzle
 RANKS, MICRO_BATCHES, SLOTS = 3, 4, 28
 LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
 _RULES = "F takes 1 slot; B takes 2, or in its place I and W, 1 each: the rank before needs only I."
@@ -95,10 +92,7 @@ _SHOWN = 3  # problems at once; the rest is counted
 
 
 def cells_of(chart: str) -> list[list[str]]:
-    """Return the cells of a chart, a row a rank, SLOTS each: a word, "-" where it goes on, "." where the rank waits.
-
-    Raises   ValueError unless there is one line for each rank
-    """
+    """Return a chart's cells, SLOTS a rank: a word, "-" it goes on, "." it waits; raises ValueError for other lines."""
     rows = words_of(chart.upper())
     if len(rows) != RANKS or max(map(len, rows)) > SLOTS:
         sizes = f"{len(rows)} lines of at most {max(map(len, rows), default=0)} words"
@@ -172,7 +166,6 @@ def shown_chart(chart: str, message: int) -> Shown:
 
 
 def _wrong_lengths(simulation: Simulation) -> Iterator[str]:
-    """What does not take the slots that it needs."""
     for rank, row in enumerate(simulation.timed):
         for one, span in row:
             if span.seconds != LENGTHS[one.op]:
@@ -197,7 +190,6 @@ def _score(yours: Simulation, known: Mapping[str, Simulation]) -> str:
 
 
 _BEGUN = press(press(press("\n".join("." * RANKS), 0, 0, "F"), 1, 2, "F"), 2, 4, "F")  # a message takes slot 1, slot 3
-
 
 PUZZLE = Panel(
     "Place the blocks of a pipeline",

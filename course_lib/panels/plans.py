@@ -1,7 +1,5 @@
 """Which layout: for a job by hand or by the search (lesson 11), as a game (lesson 10), or with its files (the page)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import date
 from functools import lru_cache
@@ -27,10 +25,7 @@ from course_lib.units import read_tokens, show_bytes
 
 
 def layout_for(job: Job, values: Mapping) -> Layout:
-    """Return the layout of these sizes; dp and the micro-batches follow from the job, and SP from tp.
-
-    Raises   ValueError for what does not divide
-    """
+    """Return the layout of these sizes, dp and micro-batches by the job, SP by tp; raises ValueError for misfits."""
     axes = [axis for axis in ("tp", "pp", "cp") if axis in values]
     cut = values["tp"] * values["pp"] * values.get("cp", 1)
     dp, odd_ranks = divmod(job.num_gpus, cut)
@@ -49,12 +44,8 @@ def layout_for(job: Job, values: Mapping) -> Layout:
     return layout_of({**values, **follows, "regather": with_tp and job.engine == "course"})
 
 
-# ------------------------------------------------------------------------------------ a job (lesson 11)
 def job_of(values: Mapping) -> Job:
-    """Return the job of these values, trained by nanotron: its rates are fitted to measured runs.
-
-    Raises   ValueError where GPUs do not fill nodes
-    """
+    """Return the job of these values for nanotron, whose rates are fitted; raises ValueError unless GPUs fill nodes."""
     tokens, model = values["seq_len"] * values["sequences"], MODELS[values["model"]]
     return Job(model, cluster_of(values), values["gpus"], values["seq_len"], tokens, engine="nanotron")
 
@@ -89,7 +80,6 @@ PLAN = Panel(
     slow={"Search": lambda **values: plan_shown(search(job_of(values)))},
 )
 
-# ------------------------------------------------------------------------------------ a game (lesson 10)
 _SIZES = (  # model, GPUs, tokens of a sequence, tokens of a step
     ("llama-3.1-70b", 64, 4096, 2**20), ("llama-3.1-8b", 32, 32_768, 2**21), ("mixtral-8x7b", 64, 4096, 2**20),
     ("llama-3.1-70b", 128, 16_384, 2**21), ("llama-3.1-8b", 16, 8192, 2**20), ("mixtral-8x22b", 128, 4096, 2**21),
@@ -111,7 +101,6 @@ def job_of_day(day: date) -> str:
 
 
 def _draw_game(job: str, **values) -> Shown:
-    """Memory and time of the layout, and what it waits for."""
     asked = JOBS[job]
     yours = work_out(asked, layout_for(asked, values))
     charts, said = compared("Your layout", {"yours": yours.run}, "yours", asked.cluster, asked.engine)
@@ -154,16 +143,12 @@ GAME = Panel(
     {"Rank": _draw_rank},
 )
 
-# ------------------------------------------------------------------------------------ the planner of the page
 _TUNED = {"all weights": None, "LoRA": LoRA(16), "QLoRA": LoRA(16, four_bits=True)}
 _ROWS = 6
 
 
 def _job_asked(values: Mapping, shape: Shape) -> Job:
-    """Return the job of these values.
-
-    Raises   ValueError for a text that is no number, or what does not go together
-    """
+    """Return the job of these values; raises ValueError for a text that is no number, or what does not go together."""
     if not values["gpus"].isdigit():
         raise ValueError(f"{values['gpus']!r} is no number of GPUs; give one such as 64")
     tokens, cluster = read_tokens(values["batch"]), hardware.cluster_of(gpu(values["gpu"]), values["between"])
@@ -173,10 +158,7 @@ def _job_asked(values: Mapping, shape: Shape) -> Job:
 
 
 def _shape_asked(values: Mapping, file: str, text: str) -> Shape:
-    """Return the model of the file's text, else the chosen preset.
-
-    Raises   ValueError as `read_model`
-    """
+    """Return the model of the file's text, else the chosen preset; raises ValueError as `read_model`."""
     if not text:
         return read_model(values["model"], values["seq_len"])
     with TemporaryDirectory() as folder:
@@ -187,10 +169,7 @@ def _shape_asked(values: Mapping, file: str, text: str) -> Shape:
 
 
 def planned(values: Mapping, file: str = "", text: str = "") -> tuple[Shown, list[str], dict[str, str], dict[str, str]]:
-    """Search the layouts of a job, as `course plan` does: charts, lines, files by name, and why others are not written.
-
-    Raises   ValueError for what cannot be asked, or where nothing fits: then with the nearest that would
-    """
+    """Search a job as `course plan`: charts, lines, files, those not written; raises ValueError where nothing fits."""
     shape = _shape_asked(values, file, text)
     found = search(_job_asked(values, shape))
     told = [f"note: {sentence}" for sentence in shape.left_out.values()]

@@ -7,8 +7,6 @@
 A host puts controls around it: widgets/host.py in a notebook; a web page can be another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -39,17 +37,15 @@ class Control:
 
     def __post_init__(self) -> None:
         if not self.allows(self.start):
-            raise ValueError(f"{self.label} starts at {self.start!r}; choose from {self._values()}")
+            values = [value for _, value in self.options]
+            raise ValueError(f"{self.label} starts at {self.start!r}; choose from {values}")
 
     def allows(self, value: Value) -> bool:
         if self.kind in ("text", "grid"):
             return isinstance(value, str)
         if self.kind == "strip":
             return isinstance(value, str) and len(value) == len(self.options) and set(value) <= {"0", "1"}
-        return any(value == other and isinstance(value, type(other)) for other in self._values())
-
-    def _values(self) -> list[Value]:
-        return [value for _, value in self.options]
+        return any(value == other and isinstance(value, type(other)) for _, other in self.options)
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,7 @@ class Panel:
         return {name: control.start for name, control in self.controls.items()}
 
     def values(self, changes: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the start with changes.
-
-        Raises   ValueError for a name or a value that no control has
-        """
+        """Return the start with changes; raises ValueError for a name or a value that no control has."""
         for name, value in changes.items():
             if name not in self.controls:
                 raise ValueError(f"this panel has no {name!r}; choose from {', '.join(self.controls)}")
@@ -98,10 +91,7 @@ class Panel:
         return self.start | dict(changes)
 
     def answer(self, **changes: Value) -> Answer:
-        """Return what these values show; of what cannot be, why.
-
-        Raises   ValueError as `values`
-        """
+        """Return what these values show; of what cannot be, why; raises ValueError as `values`."""
         values = self.values(changes)
         notes = [note for preset, note in self.presets.values() if self.start | dict(preset) == values]
         return answer_of(self.title, lambda: self.draw(**values), notes)

@@ -1,7 +1,5 @@
 """A ring all-reduce under a slider (lesson 0): what every rank holds after each step, also of two wrong programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +19,7 @@ PROGRAMS = (
 
 @dataclass(frozen=True)
 class RingState:
-    """What every rank holds after a step: values, and how many ranks are summed in each, by [rank][piece].
-
-    `received[rank]` is the piece that has just come, None at the start.
-    """
+    """What ranks hold after a step, sums of how many, by [rank][piece]; `received[rank]`: what has come, or None."""
 
     label: str
     values: list[list[float]]
@@ -39,11 +34,9 @@ def ring_states(values: Sequence[Sequence[float]], program: str = "right") -> li
 
     Raises   ValueError if the values are not G rows of G numbers
     """
-    n = len(values)
-    if any(len(row) != n for row in values):
-        raise ValueError(
-            f"{n} ranks need {n} pieces each, got rows of {[len(row) for row in values]}; cut each row into {n}"
-        )
+    n, sizes = len(values), [len(row) for row in values]
+    if any(size != n for size in sizes):
+        raise ValueError(f"{n} ranks need {n} pieces each, got rows of {sizes}; cut each row into {n}")
     held, summed = [list(row) for row in values], [[1] * n for _ in range(n)]
     states = [RingState("start", [list(row) for row in held], [[1] * n for _ in range(n)], [None] * n)]
     for step in range(2 * (n - 1)):

@@ -4,8 +4,6 @@ Each panel says which runs its values mean; `compared` draws what the fullest ra
 is spent on. Bytes are predicted, seconds modelled: nothing is measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -17,9 +15,7 @@ from course_lib.hardware import Cluster
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import CP_METHODS, fewer_at_the_ends
 from course_lib.memory.budget import fullest_budget
-from course_lib.memory.ranks import for_length
-from course_lib.memory.states import count_parameters, recipe_of
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload, count_parameters, for_length, recipe_of
 from course_lib.palette import KINDS
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown
@@ -41,29 +37,18 @@ def compared(title: str, runs: Mapping[str, Run], chosen: str, cluster: Cluster,
         label: dict(sorted(each.bytes_by_kind.items(), key=lambda kind: _PLACES.get(kind[0], len(KINDS))))
         for label, each in found.items()
     }
-    on_gpus = runs[chosen].device == "cuda"
     sends = ", ".join(f"{axis} {show_bytes(size)}" for axis, size in by_axis.items()) or "nothing"
     said = (
         f"{chosen}: {one.why}. A step sends from each GPU: {sends}. Modelled, not measured: "
         f"{show_seconds(one.step_s)} a step, {one.tokens_per_s_per_gpu:,.0f} tokens per second and GPU, "
         f"MFU {one.mfu:.1%} ({one.causal_mfu:.1%} if half of attention counts)."
     )
-    return [
-        bars(
-            f"{title}: largest moment of the fullest GPU",
-            memory,
-            marks={cluster.gpu.name: cluster.gpu.usable_bytes} if on_gpus else {},
-            notes={chosen: f", sends {show_bytes(sum(by_axis.values()))}"},
-            chosen=chosen,
-        ),
-        bars(
-            "Modelled time of a step",
-            {label: each.seconds_by_part for label, each in found.items()},
-            "seconds",
-            notes={label: f", MFU {each.mfu:.0%}" for label, each in found.items()},
-            chosen=chosen,
-        ),
-    ], said
+    marks = {cluster.gpu.name: cluster.gpu.usable_bytes} if runs[chosen].device == "cuda" else {}
+    notes = {chosen: f", sends {show_bytes(sum(by_axis.values()))}"}
+    held = bars(f"{title}: largest moment of the fullest GPU", memory, marks=marks, notes=notes, chosen=chosen)
+    seconds = {label: each.seconds_by_part for label, each in found.items()}
+    notes = {label: f", MFU {each.mfu:.0%}" for label, each in found.items()}
+    return [held, bars("Modelled time of a step", seconds, "seconds", notes=notes, chosen=chosen)], said
 
 
 def _possible(values: Mapping, several: Mapping[str, Mapping], chosen: str, config=None) -> dict[str, Run]:
@@ -84,7 +69,6 @@ def sent_by_axis(run: Run) -> dict[str, int]:
     return {axis: size for axis, size in sent(run).items() if axis != "world"}
 
 
-# ------------------------------------------------------------------------------------ ZeRO (lesson 4)
 _OFFLOADS = {
     "none": Offload(),
     "optimizer on the CPU": Offload(optimizer="host"),
@@ -96,10 +80,7 @@ _STAGES = ("plain DP", "stage 1", "stage 2", "stage 3")
 
 
 def zero_runs(values: Mapping) -> dict[str, Run]:
-    """Return a run for each stage; of those not chosen, parameters leave the GPU at stage 3 alone.
-
-    Raises   ValueError if the chosen stage cannot offload them
-    """
+    """Return a run a stage, others than the chosen offloading parameters at 3 alone; raises ValueError as `Run`."""
     runs = {}
     for stage, label in enumerate(_STAGES):
         offload = _OFFLOADS[values["offload"]]
@@ -132,7 +113,6 @@ ZERO = Panel(
     _draw_zero,
 )
 
-# ------------------------------------------------------------------------------------ tensor, sequence (lessons 5, 6)
 MODES = {
     "TP": {},
     "TP + SP": {"sequence_parallel": True},
@@ -165,7 +145,6 @@ TENSOR_SEQUENCE = Panel(
 )
 
 
-# ------------------------------------------------------------------------------------ context (lesson 7)
 def _draw_context(**values) -> Shown:
     """Memory and a step without cp, and by each method that is possible: tp with SP inside, ZeRO-1 over cp's ranks."""
     cp, config = values["cp"], for_length(preset(values["model"]), values["seq_len"])
@@ -189,15 +168,11 @@ CONTEXT = Panel(
     _draw_context,
 )
 
-# ------------------------------------------------------------------------------------ a whole layout (lesson 10)
 _TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 
 
 def layout_run(values: Mapping) -> Run:
-    """Return the run of these values: BF16 with FP32 master weights, a toy in FP32 on a CPU.
-
-    Raises   ValueError if there is no such layout, or the model cannot lie so: with the nearest that can
-    """
+    """Return the run in BF16 with FP32 masters, of a toy in FP32 on a CPU; raises ValueError with the nearest."""
     layers = None
     if values["fewer_at_ends"]:
         layers = tuple(fewer_at_the_ends(preset(values["model"]).num_layers, layout_of(values).num_stages))

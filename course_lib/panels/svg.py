@@ -7,44 +7,25 @@ read numbers and not pixels. A picture is WIDTH units wide, and as high as its c
 those of the course; ink and ground follow Jupyter's theme, elsewhere the reader's light or dark.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from course_lib.palette import AXIS_COLORS, KIND_COLORS, OKABE_ITO, mix, text_on
 from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for
+from course_lib.validate import read_toml
 
 WIDTH, LARGEST_HEIGHT = 720, 468  # 1,000 x 650 on a page 1,000 pixels wide
 _ROW, _NAME = 22, 13  # heights: of a row, of a name above the rows
-_PARTS = {  # names of parts by colour, beside kinds of memory and axes
-    OKABE_ITO["sky"]: "compute, computing, queued, whole sequences, F forward, computed again, within the node, range, "
-    "partial sum",
-    OKABE_ITO["orange"]: "backward, communication, waiting, latency, I input gradient, received now, read again",
-    OKABE_ITO["green"]: "update, W weight gradients, expert_dp, sum of all, shard, replicate, expert_shard, "
-    "expert_replicate",
-    OKABE_ITO["yellow"]: "launches",
-    OKABE_ITO["blue"]: "data, moving bytes, computed, predicted, layer",
-    OKABE_ITO["vermillion"]: "B backward, not hidden, in flight, kept, dropped, between nodes, measured, wrong",
-    OKABE_ITO["purple"]: "transfer",
-    KIND_COLORS["overhead"]: "no tensor",
-    KIND_COLORS["free"]: "neither",
-    "#999999": "allocator's reserve, bubble, world, other ranks, experts not chosen, embed, head",
-    mix(KIND_COLORS["activations"], "#FFFFFF", 0.6): "waiting for weight gradients",
-}
-COLORS = KIND_COLORS | AXIS_COLORS | {part: color for color, parts in _PARTS.items() for part in parts.split(", ")}
-_LINES = {  # over a colour, for those who see no colours: an SVG path in a square of 6
-    "M0 6L6 0": "gradients, waiting, communication, latency, between nodes, measured, cp",
-    "M3 2.4v1.2": "optimizer",
-    "M0 6L6 0M0 0L6 6": "logits",
-    "M0 0L6 6": "gathered, dropped, waiting for weight gradients",
-    "M3 0v6": "temporary, computed again",
-}
-HATCHES = {part: path for path, parts in _LINES.items() for part in parts.split(", ")}
+_TABLE, _PALETTE = read_toml(Path(__file__).with_name("svg.toml")), OKABE_ITO | KIND_COLORS
+COLORS = KIND_COLORS | AXIS_COLORS
+COLORS |= {part: _PALETTE.get(color, color) for color, parts in _TABLE["colors"].items() for part in parts}
+COLORS["waiting for weight gradients"] = mix(KIND_COLORS["activations"], "#FFFFFF", 0.6)
+HATCHES = {part: path for path, parts in _TABLE["hatches"].items() for part in parts}
 _LIGHT = "--ground:#fff;--ink:#1a1a1a;--soft:#595959;--grid:#dcdcdc;--faint:#ededed"
 _DARK = "--ground:#181818;--ink:#ececec;--soft:#b0b0b0;--grid:#454545;--faint:#333"
 NAME = "course-panel"
@@ -131,7 +112,6 @@ class Chart:
         return frame.first + (frame.last - frame.first) * (value - self.start) / (self.stop - self.start)
 
     def _ticks(self, frame: _Frame) -> Iterator[str]:
-        """Lines at round numbers."""
         if self.unit == "place":
             return
         factor, name = _scale_of(self.stop, self.unit)
@@ -243,9 +223,7 @@ def drawing(title: str, said: str, charts: Iterable[Chart]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------ amounts
 def _scale_of(largest: float, unit: Unit) -> tuple[float, str]:
-    """What amounts are divided by, and the unit of the result."""
     if unit == "bytes":
         return UNITS[unit_for(largest)], unit_for(largest)
     if unit == "seconds":
@@ -270,7 +248,6 @@ def ticks_of(start: float, stop: float, most: int) -> list[float]:
     return [step * place for place in range(math.ceil(start / step), math.floor(stop / step * (1 + 1e-9)) + 1)]
 
 
-# ------------------------------------------------------------------------------------ elements
 def _width(words: str, size: float = 12) -> float:
     return 0.6 * size * len(words)
 

@@ -12,8 +12,7 @@ dispatch.py          tokens to the ranks of their experts and back: uneven all-t
 expert_tensor.py     experts whose matrices are cut over tp as well
 expert.py            expert parallel: experts spread over ranks, gradients summed over the right ones
 tiles.py             attention over blocks of other ranks: kernels of a tile, parts merged
-ring.py              ring attention: keys and values travel, their gradients follow (dKV rotation)
-gathered.py          the same by all-gather and reduce-scatter
+ring.py              ring attention: keys and values travel, their gradients follow (dKV rotation); by all-gather too
 ulysses.py           context parallel by heads: all-to-all, alone or inside a ring
 context.py           context parallel: a Llama or GPT whose sequences are cut in one call
 stages.py            a model cut into stages of consecutive layers

@@ -33,7 +33,6 @@ Pair = tuple[int, int]  # (sender, receiver), counted inside the group
 
 
 def pairs_of(schedule: Schedule) -> list[Pair]:
-    """Who sends to whom."""
     owners = schedule.rank_of_stage
     neighbours = {pair for pair in pairwise(owners) if pair[0] != pair[1]}
     return sorted(neighbours | {(b, a) for a, b in neighbours})
@@ -69,14 +68,10 @@ def connect(group: Group, pairs: Sequence[Pair]) -> dict[Pair, Group]:
             if pair in mine:
                 channels[pair] = made
         for pair in mine:
-            _first_message(channels[pair], me == pair[0])
+            device = "cuda" if "nccl" in dist.get_backend(channels[pair]) else "cpu"
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            (send if me == pair[0] else receive)(byte, channels[pair]).wait()
     return channels
-
-
-def _first_message(channel: Group, is_sender: bool) -> None:
-    device = torch.device("cuda") if "nccl" in dist.get_backend(channel) else torch.device("cpu")
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    (send if is_sender else receive)(byte, channel).wait()
 
 
 def send(x: Tensor, channel: Group) -> dist.Work:

@@ -1,23 +1,12 @@
 """Context parallelism from scratch: every rank has the whole model and a part of each sequence.
 
-    parallel/ring.py, gathered.py, ulysses.py    attention, the one place where tokens meet
-    sequence_sharding.py                         which tokens are whose
-    this file                                    a whole Llama or GPT, from outside and in one call
+Tokens meet in attention (ring.py, ulysses.py); everything else treats each by itself and stays as it is. Three things
+must follow the cut: positions (RoPE's angles are those of a token's place in the whole sequence), labels (token t + 1
+is token t's label wherever it went, so labels are made before the cut), and the loss (my tokens' sum over all tokens).
+Each rank's gradient is then of its own tokens' losses; their sum, not their average, is the gradient.
 
-    engine = build(model, group, method="ring", sequence_sharding="zigzag")
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/context.py
-
-Everything else in a model treats each token by itself and stays as it is. Three things must follow the cut: positions
-(RoPE's angles are those of a token's place in the whole sequence), labels (token t + 1 is token t's label wherever it
-went, so labels are made before the cut), and the loss (my tokens' sum over all tokens). Each rank's gradient is then of
-its own tokens' losses; the sum over ranks is the gradient. As in data parallelism, but a sum, not an average.
-
-On the wire, per micro-batch and layer, what the method says. Once a step:
-
-    gradients    one all-reduce of all of them in one message
-    loss         an all-reduce of one number, in float32 at least
-
-Nothing more to clip: after the sum every rank has the whole gradient.
+On the wire, per micro-batch and layer, what the method says. Once a step an all-reduce of all gradients in
+one message, and one of the loss, a number in float32 at least. To clip nothing more: every rank has the whole gradient.
 
 Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783), section 3.3.2
 """
@@ -31,20 +20,17 @@ from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.check import FAMILIES
-from course_lib.layout.partition import check_method
+from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
 from course_lib.parallel import engine as engines
 from course_lib.parallel.engine import MicroBatches, ModelEngine, Trace, cross_entropy
-from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
-from course_lib.parallel.ring import Ring
+from course_lib.parallel.ring import Gathered, Ring
 from course_lib.parallel.tensor import share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Tiling, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 from course_lib.validate import one_of
-
-# --- a model
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,6 @@ class Context:
     trace: Trace | None = None
 
     def positions(self, seq_len: int) -> Tensor:
-        """Where this rank's tokens stand in a sequence of seq_len."""
         if self.outer_group is None:
             return positions(self.sequence_sharding, seq_len, self.group.size(), self.group.rank())
         inner, outer = ((group.size(), group.rank()) for group in (self.inner_group, self.outer_group))
@@ -85,7 +70,6 @@ class ContextParallel(ModelEngine):
 
     def finish(self) -> None:
         """Sums each rank's gradients of its tokens' losses.
-
         Bytes    beside those of attention: 2 (cp - 1) / cp * (all gradients)
         """
         sum_gradients(self.parameters(), self.context.group)
@@ -102,7 +86,6 @@ def build(
     """Sets each block's attention core, in place; returns the engine. Every rank must bring the same weights.
 
     It takes x_Bs, my tokens, and their positions_s, and gives logits_BsV.
-
     method   "ring" | "all_gather" | "ulysses"
     outer    for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
     Bytes    with dropout a seed, from which each rank draws for its own tokens; otherwise none
@@ -159,7 +142,7 @@ def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_shardi
     one_of("family", config.family, FAMILIES)
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
-    check_method(method)
+    one_of("method", method, CP_METHODS)
     one_of("sequence_sharding", sequence_sharding, SEQUENCE_SHARDINGS)
     if outer < 1 or cp_size % outer:
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
@@ -173,9 +156,6 @@ def _check_cuttable(model: nn.Module, group: Group, method: str, sequence_shardi
             layers = (attention.q_up,) * 2 if config.mla else (attention.q, attention.k)
             heads = (layer.weight.shape[0] // config.head_dim for layer in layers)
             check_ulysses(*heads, cp_size // outer)
-
-
-# --- micro-batches
 
 
 def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:

@@ -3,9 +3,6 @@
 One all-reduce a bucket of about 25 MiB, started by a hook: hidden behind backward, few messages, gradients are not
 copied. Lesson 03 in depth comes to it from an engine that averages after backward, and one with a message a parameter.
 
-    engine = build(model, group)                            # broadcasts the first rank's parameters
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same two calls as in native/data.py
-
 Inside a step: `engine.no_sync()` around every micro-batch but the last, `engine.finish()` before gradients are read.
 Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
 
@@ -35,12 +32,8 @@ FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the net
 Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
-# --- what engines need whose ranks bring different tokens
-
-
 def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives each rank the parameters and buffers of the group's first; averaged gradients keep the models equal.
-
     Bytes    sent per rank: all of them, frozen ones too; 0 by the last rank of the chain
     """
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -57,7 +50,6 @@ def hook_gradients(parameters: Iterable[nn.Parameter], when_ready: Callable[[nn.
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> Pending:
     """Starts summing x over the group, returns at once; x must not be touched before `wait()` on what is returned.
-
     Raises   ValueError if x is strided, as the gradient of a strided parameter is; a bucket copies such a gradient
     """
     start_s = time.perf_counter()
@@ -76,10 +68,7 @@ def record_when_done(future: torch.futures.Future, trace: Trace, name: str, star
 
 
 class DataParallel(nn.Module, Engine):
-    """The whole model on each rank of a group, each with its own part of the batch.
-
-    begin_equal   whether the ranks are given the first one's parameters, and balance experts by the load of all
-    """
+    """The whole model on each rank. begin_equal: they get the first's parameters, and balance experts by all's load."""
 
     def __init__(
         self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None, begin_equal: bool = True
@@ -96,9 +85,6 @@ class DataParallel(nn.Module, Engine):
         return self.module(*inputs)
 
 
-# --- buckets
-
-
 def arrived_twice(name: str) -> str:
     return (
         f"gradient of {name} arrived a second time before finish(): it may be on the network; "
@@ -113,9 +99,7 @@ def assign_buckets(
     kind_of: Callable[[nn.Parameter], str] = lambda param: "",
 ) -> list[list[NamedParameter]]:
     """Groups parameters, last layer first, into buckets of one dtype and device; each closes once it has its size.
-
     kind_of   whatever has another name from it gets a bucket of its own
-
     Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
     """
     if bucket_bytes < 1 or first_bucket_bytes < 1:
@@ -134,7 +118,6 @@ def assign_buckets(
 @dataclass(frozen=True)
 class Sharing:
     """Who has the same parameters, where not all are alike: experts, say, have fewer ranks than the rest.
-
     kind_of   a name for each parameter: what has the same lies in one bucket; None: not this engine's
     groups    of each kind, the ranks over which its gradients are summed
     divisor   of the sum of the ranks' gradients; 1 if each rank's loss is its share of the mean already
@@ -154,7 +137,6 @@ class Bucket:
     """Gradients side by side in one flat buffer; each parameter's gradient is a view into it.
 
     The buffer is there from the first gradient on, until `free`.
-
     Shapes   views[param] has the parameter's shape; flat_P holds them all, P numbers
     """
 
@@ -213,7 +195,6 @@ class Bucket:
         self.waiting_for, self.sent_P, self.work = set(self.params), None, None
 
     def free(self) -> None:
-        """Forgets the gradients, and gives their memory back."""
         if self.work is not None:
             self.work.wait()
         for param in self.params:
@@ -226,7 +207,6 @@ class BucketedDP(DataParallel):
     """Starts a full bucket's all-reduce while backward goes on; gradients live inside the buckets.
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
-
     sharing      where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers, and
                  all buckets are of one size
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters; then in `.main_grad`
@@ -284,7 +264,6 @@ class BucketedDP(DataParallel):
 
     def finish(self) -> None:
         """Starts the buckets that never filled, then waits for all: the one place that waits.
-
         Raises   RuntimeError if a parameter got no gradient in the whole step, unless `allow_unused`
         """
         unused = [param for param in self.names if param not in self.used]
@@ -318,7 +297,6 @@ class BucketedDP(DataParallel):
                 set_gradient(param, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, and gives their memory back."""
         for bucket in self.buckets:
             bucket.free()
         self.used.clear()

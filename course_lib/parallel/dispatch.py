@@ -19,6 +19,7 @@ Source   Lepikhin et al. 2020 (arXiv:2006.16668); DeepSeek-AI 2024 (arXiv:2412.1
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,6 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.model.moe import Routing, apply_experts, combine, dispatch
-
-# --- rows to others, gradients back
 
 
 class _Exchange(torch.autograd.Function):
@@ -46,7 +45,6 @@ class _Exchange(torch.autograd.Function):
 
 def exchange(tensors: Iterable[Tensor], group: Group, sent_rows: list[int], received_rows: list[int]) -> tuple:
     """Rows of each tensor, sorted by destination, to their ranks; what comes back is sorted by source.
-
     Shapes   x_RD with R = sum(sent_rows) -> y_RD with R = sum(received_rows), for each
     Bytes    sent per rank: the rows for others forward; backward the gradients of the rows from others
     """
@@ -54,14 +52,8 @@ def exchange(tensors: Iterable[Tensor], group: Group, sent_rows: list[int], rece
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """counts[j], for rank j -> row i: what rank i has for me.
-
-    Bytes    sent per rank: (G - 1) / G * counts.nbytes
-    """
+    """counts[j], for rank j -> row i: what rank i has for me. Bytes sent per rank: (G - 1) / G * counts.nbytes"""
     return comm.all_to_all(counts.contiguous(), check_group(group, "exchange_counts"))
-
-
-# --- a row for every assignment
 
 
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -92,9 +84,6 @@ def inverse(order_R: Tensor) -> Tensor:
     return undone_R
 
 
-# --- a row to each place
-
-
 @dataclass(frozen=True)
 class Assignments:
     """What travels beside rows: each one's k experts, counted from the first of the place where it is; -1 for none."""
@@ -108,7 +97,7 @@ _Inner = Callable[[Tensor, Assignments], Tensor]  # (x_RD, assignments) -> y_RD,
 
 def run_once(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a token travels to a rank once, however many experts it has there."""
-    return to_places(group, len(experts), x_TD, _assignments_of(routing), lambda x, c: _run_here(experts, x, c))
+    return to_places(group, len(experts), x_TD, _assignments_of(routing), partial(_run_here, experts))
 
 
 def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -116,21 +105,16 @@ def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Te
 
     across: the ranks with my place in every node; inside: the ranks of my node
     """
-
-    def in_node(x_RD: Tensor, assignments: Assignments) -> Tensor:
-        return to_places(inside, len(experts), x_RD, assignments, lambda x, c: _run_here(experts, x, c))
-
+    in_node = partial(to_places, inside, len(experts), inner=partial(_run_here, experts))
     return to_places(across, len(experts) * inside.size(), x_TD, _assignments_of(routing), in_node)
 
 
 def _assignments_of(routing: Routing) -> Assignments:
-    """Experts and weights of a routing, its dropped assignments as -1."""
     return Assignments(torch.where(routing.kept_Tk, routing.expert_Tk, -1).to(torch.int32), routing.weight_Tk)
 
 
 def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, inner: _Inner) -> Tensor:
     """Each row to every place (rank of the group, with `width` experts) that it chose; there `inner`; back, and added.
-
     Shapes   x_RD -> y_RD
     """
     place_Rk = torch.where(assignments.expert_Rk < 0, group.size(), assignments.expert_Rk // width)

@@ -1,15 +1,11 @@
 """What an engine is, and the one step that every engine takes.
 
-An engine is an nn.Module that holds a model cut or copied in its way, with the groups over which it sends. `build` of
-a technique's file makes one. That file says how the model is cut and what is sent; this file does the rest:
+An engine is an nn.Module that holds a model cut or copied in its way, with the groups over which it sends. A
+technique's file, of this folder or of native/, says how the model is cut and what is sent; this file does the rest:
 
+    engine = build(model, group)                            # of the technique's file; changes the model in place
     optimizer = make_optimizer(engine)
     loss = step(engine, micro_batches, optimizer, clip_norm=1.0)
-
-    accumulate_gradients    forward and backward of all micro-batches, then what is summed over ranks
-    clip_gradients          the norm of the whole gradient, of which a rank has a part
-    update                  the optimizer, sharing what it made, forgetting the gradients
-    full_parameters, full_gradients     whole tensors by the unsharded model's names, for tests and for looking
 
 Losses and norms are those of the global batch, on every rank.
 """
@@ -54,12 +50,8 @@ def compute_span(trace: Trace | None, name: str, lane: str = "compute") -> Itera
         trace.append(Span(dist.get_rank(), lane, name, start_s, time.perf_counter()))
 
 
-# --- what an engine is
-
-
 class Engine(Protocol):
     """What this file asks of an engine, beside what every nn.Module has. A technique replaces what is otherwise there.
-
     module        the model; an engine that has none replaces what uses it
     loss_group    over which shares of the loss are added, or with loss_op "mean" averaged; None: a rank's is the whole
     loss_copies   ranks of it that have the same share
@@ -130,9 +122,6 @@ class ModelEngine(nn.Module, Engine):
 
     def named_parameters(self, *args, **kwargs) -> Iterator[NamedParameter]:
         return self.module.named_parameters(*args, **kwargs)
-
-
-# --- the step
 
 
 def cross_entropy(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
@@ -212,7 +201,6 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
 
     No rank needs the whole gradient: each adds up the squares of what it owns, what several ranks hold is divided by
     their number, and the sums are added over ranks.
-
     Bytes    an all-reduce of one number over each of the engine's `norm_groups`
     Raises   ValueError if this rank trains something and has no gradient
     """
@@ -265,7 +253,7 @@ class StepNumbers(NamedTuple):
 def measured_step(
     engine: Engine, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
 ) -> StepNumbers:
-    """Take `step`, and return the gradient norm before clipping and this rank's share of the loss as well."""
+    """`step`, with the gradient norm before clipping and this rank's share of the loss."""
     share = engine.run(micro_batches)
     engine.finish()
     loss = engine.mean_loss(share)
@@ -282,9 +270,6 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     engine.zero_grad()
     zero_gradients(engine.parameters())
     balance_after_step(engine)
-
-
-# --- whole tensors, for tests and for looking
 
 
 def full_parameters(engine: Engine) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@
     B     take the gradient that has come, run autograd, send the input's gradient back; forget what was kept
     I, W  the same in two parts: see weight_gradients.py
 
-It knows nothing of any schedule: order, receives and sends are in the list of `channels.plan`. Nor of what is done with
-a stage: that is its `StageRunner`. Here a stage takes whole sequences; where these are cut too, another StageRunner
-says how.
+Order, receives and sends are in the list, of any schedule; what is done with a stage is its `StageRunner`'s. The one
+here takes whole sequences; five_d.py has one for sequences that are cut.
 """
 
 import time
@@ -43,11 +42,9 @@ class StageRunner:
         self.engine, self.num_tokens = engine, num_tokens
 
     def shape_between(self, x_BS: Tensor) -> tuple[int, ...]:
-        """Of what goes from stage to stage."""
         return (*x_BS.shape, self.engine.config.d_model)
 
     def forward(self, stage: int, x: Tensor, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-        """The stage's output; x is what has come, or the tokens."""
         return self.engine.stages[str(stage)](x)
 
     def token_losses(self, logits: Tensor, y_BS: Tensor) -> Tensor:

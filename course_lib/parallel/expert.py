@@ -1,11 +1,5 @@
 """Expert parallelism from scratch: each rank has some of the experts, and a token travels to those that it chose.
 
-    parallel/dispatch.py         rows to the experts' ranks and back
-    this file                    a Llama with experts (model/moe.py) cut from outside
-
-    engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; each rank brings its own tokens
-
 `group` has dp = ep x expert_dp ranks. Neighbours share the experts among them, so that tokens travel as short a way
 as possible; ranks at a distance of ep have the same experts:
 
@@ -40,8 +34,6 @@ from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
 from course_lib.parallel.tensor import sum_gradients
 from course_lib.parallel.whole import put_together
 
-# --- who talks to whom
-
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -56,7 +48,6 @@ class ExpertGroups:
 
 def expert_groups(group: Group, ep_size: int, ranks_per_node: int | None = None) -> ExpertGroups:
     """Makes them from the ranks of `group`, all of which must call it.
-
     Raises   ValueError if ep does not divide the ranks, before any group is made
     """
     check_ep(group.size(), ep_size)
@@ -75,12 +66,8 @@ def _group(ranks: list[int]) -> Group:
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
-# --- a model
-
-
 class ExpertParallel(ModelEngine):
     """A model whose experts are spread over ranks. Each rank brings its own micro-batches, equally many, of any size.
-
     Raises   ValueError on every rank if one brings more micro-batches than another, or none has a token
     """
 
@@ -89,10 +76,7 @@ class ExpertParallel(ModelEngine):
         self.groups, self.layout, self.loss_group, self.norm_groups = groups, layout, groups.dp, (groups.dp,)
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
-        """The tokens of all ranks in this step.
-
-        Bytes    sent per rank: 16 (dp - 1)
-        """
+        """The tokens of all ranks in this step. Bytes sent per rank: 16 (dp - 1)"""
         device = next(self.parameters()).device
         mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
         tokens, counts = comm.all_gather(mine, self.groups.dp).unbind(1)
@@ -107,7 +91,6 @@ class ExpertParallel(ModelEngine):
 
     def finish(self) -> None:
         """Gradients of experts over the ranks that have the same ones, of everything else over all.
-
         Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
         """
         groups, experts = self.groups, my_experts(self)
@@ -174,15 +157,11 @@ def runner(method: str, groups: ExpertGroups) -> Callable:
 
 
 def sum_over(tokens_E: Tensor, groups: Iterable[Group]) -> Tensor:
-    """The load of all ranks.
-
-    Bytes    sent per rank: 2 (G - 1) / G * 8 E over each group
-    """
+    """The load of all ranks. Bytes sent per rank: 2 (G - 1) / G * 8 E over each group"""
     for group in groups:
         tokens_E = comm.all_reduce(tokens_E, group)
     return tokens_E
 
 
 def my_experts(engine: nn.Module) -> set[nn.Parameter]:
-    """The parameters of the experts that this rank has."""
     return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}

@@ -78,7 +78,6 @@ def _cut_experts(moe: MoE, residual: ReplicatedResidual) -> None:
 
 def cut_experts_sharded(moe: MoE, residual: ShardedResidual) -> None:
     """My tokens become all, and the layer's outputs mine again; between, everything is a part of a sum.
-
     Bytes    sent per rank: (tp - 1) / tp of B S D (S padded), twice forward and twice backward
     """
     inside = PartialResidual(residual.group)
@@ -95,7 +94,6 @@ def fold_experts(moe: MoE, residual: ShardedResidual) -> None:
     """Experts stay whole, and the router sees this rank's tokens alone. Shared experts are cut as a dense MLP is.
 
     The auxiliary loss is the mean over this rank's tokens, 1 / tp of all: so is its share of their mean.
-
     Bytes    sent per rank: those of a dense MLP, for shared experts only
     Source   Liu et al. 2025 (arXiv:2504.14960), MoE parallel folding
     """

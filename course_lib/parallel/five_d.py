@@ -6,11 +6,6 @@
     4. cp        attention becomes a ring, or all-to-alls; tokens, positions and labels are cut
     5. data      gradients are summed over data = dp x cp in buckets while backward runs; ZeRO shards what a rank has
 
-    layout = Layout(dp=2, tp=2, pp=2, zero_stage=1, micro_batches=4)
-    engine = build(preset("toy"), layout)
-    optimizer = make_optimizer(engine)
-    loss = step(engine, micro_batches, optimizer)           # of engine.py
-
 Each dp rank brings its own micro-batches of whole sequences; ranks that differ in pp, cp or tp alone bring the same.
 Each rank's loss is its tokens' share of the mean over all tokens of the step, so every sum of gradients is a sum and
 nothing is divided. Who sums what with whom is in parallel/sums.py. On the wire of one rank:
@@ -59,12 +54,9 @@ from course_lib.parallel.whole import put_together
 from course_lib.training.chunked_loss import ChunkedLoss
 from course_lib.training.precision import accumulate_in_fp32
 
-# --- a model on a layout
-
 
 class FiveD(nn.Module, Engine):
     """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
-
     data_engines   of each stage what sums its gradients over data: ZeRO, or with zero_stage 0 buckets; none where the
                    layout gives a stage to one rank alone
     loss_chunks    head and loss go over this rank's tokens in so many parts
@@ -85,12 +77,11 @@ class FiveD(nn.Module, Engine):
 
     @property
     def stages(self) -> nn.ModuleDict:
-        """This rank's stages, by their numbers."""
         return self.pipeline.stages
 
     @property
     def trace(self) -> Trace | None:
-        """Where spans are recorded; what is assigned here is passed on to the pipeline and to what sums over data."""
+        """Where the pipeline, and what sums over data, record spans."""
         return self.pipeline.trace
 
     @trace.setter
@@ -99,7 +90,6 @@ class FiveD(nn.Module, Engine):
             part.trace = trace
 
     def positions(self, seq_len: int) -> Tensor:
-        """Where this rank's tokens stand in a sequence."""
         return self.context.positions(seq_len) if self.layout.cp > 1 else torch.arange(seq_len)
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
@@ -128,8 +118,7 @@ class FiveD(nn.Module, Engine):
                 tensors |= zero.whole_tensors(data_engine.flats, tensor_of)
         if self.config.tied and "head.weight" in tensors:
             tensors["embed.weight"] = tensors.pop("head.weight")
-        found = {name: x for name, x in tensors.items() if x is not None}
-        return put_together(self.config, found, cuts_of(self), self.groups.world, self.groups.tp.rank())
+        return put_together(self.config, tensors, cuts_of(self), self.groups.world, self.groups.tp.rank())
 
     @property
     def axes(self) -> dict[str, list[Group]]:
@@ -154,7 +143,6 @@ def build(
     """This rank's part of the model, with the weights that `model.build(config, seed)` gives, whatever the layout.
 
     No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
-
     device       by default `rank_device()`
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
     fill         (engine, seed): brings other numbers than `fill_from_seed`, or none
@@ -247,9 +235,6 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
         accumulate_in_fp32([param for param in engine.pipeline.parameters() if param not in summed])
 
 
-# --- the numbers in it
-
-
 @torch.no_grad()
 def fill_from_seed(engine: FiveD, seed: int) -> None:
     """Draws every tensor of the model, one at a time, and keeps this rank's part of those that it has."""
@@ -262,9 +247,7 @@ def fill_from_seed(engine: FiveD, seed: int) -> None:
             mine[name].copy_(cuts[name].part(numbers, tp_rank) if name in cuts else numbers)
 
 
-def named_parameters(engine: FiveD) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the whole model's names: each a part, if tp has cut it; under ZeRO-3 mostly empty."""
-    return pipeline.named_parameters(engine.pipeline)
+named_parameters = pipeline.named_parameters  # of a layout: each a part, if tp has cut it; under ZeRO-3 mostly empty
 
 
 def cuts_of(engine: FiveD) -> dict[str, tensor.Cut]:
@@ -282,9 +265,6 @@ def seed_dropout(engine: FiveD, seed: int) -> None:
     torch.manual_seed(seed * 1_000_003 + index)
 
 
-# --- step
-
-
 class CutStageRunner(StageRunner):
     """What the executor does with a stage whose tokens are cut over cp, and whose residual stream is cut over tp."""
 
@@ -296,7 +276,6 @@ class CutStageRunner(StageRunner):
         return batch_size, tokens, self.engine.config.d_model
 
     def mine(self, x_BS: Tensor) -> Tensor:
-        """My tokens of whole sequences."""
         return x_BS if self.engine.layout.cp == 1 else x_BS[:, self.engine.positions(x_BS.shape[1]).to(x_BS.device)]
 
     def forward(self, stage: int, x: Tensor, x_BS: Tensor, y_BS: Tensor) -> Tensor:
@@ -351,7 +330,6 @@ class CutStageRunner(StageRunner):
 
 def run_layout(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     """Executes the layout's schedule; returns this rank's share of the mean loss.
-
     micro_batches   `layout.micro_batches` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
                     those of all ranks are as long
     Raises          ValueError if they are not so many, not so large, or their length does not divide
@@ -393,7 +371,6 @@ def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
 
 def _check_lengths(engine: FiveD, lengths: list[int]) -> None:
     """Raises ValueError on every rank unless all bring micro-batches of the same lengths: the mean would be wrong.
-
     Bytes    an all-reduce of 16 a micro-batch over all ranks
     """
     world = engine.groups.world

@@ -3,12 +3,10 @@
     column   some of the outputs. Needs the whole input, gives its part of the result       q k v, gate up, head
     row      some of the inputs. Takes what a column gave, gives its part of a sum          o, down
 
-The names are those of y = x w, where w is D x F. `nn.Linear` stores the transpose: a column's weight is w_fD, cut along
-dimension 0, a row's is w_Df, cut along dimension 1.
-
-Between a column and a row nothing is sent, whatever works on each head or feature by itself. Both ends of that stretch
-are in one object, the *residual* (here `ReplicatedResidual`; sequence parallelism brings another, which keeps the
-activations between blocks in shards, and nothing else changes):
+The names are those of y = x w. `nn.Linear` stores the transpose: a column's weight w_fD is cut along dimension 0, a
+row's w_Df along dimension 1. Between a column and a row nothing is sent, whatever works on each head or feature by
+itself. Both ends of that stretch are in one object, the *residual* (here `ReplicatedResidual`; sequence parallelism
+brings another, which keeps the activations between blocks in shards, and nothing else changes):
 
     into columns     forward nothing, backward all-reduce      the pair copy_in
     out of a row     forward all-reduce, backward nothing      the pair sum_out
@@ -33,13 +31,10 @@ from course_lib.layout.partition import piece_sizes
 from course_lib.parallel.data import record_when_done
 from course_lib.parallel.engine import Trace, compute_span
 
-# --- where the columns begin and the rows end
-
 
 @dataclass(frozen=True)
 class ReplicatedResidual:
     """The activations between blocks, whole on every rank.
-
     enter, leave             what goes in, and what comes out of a row, for autograd
     start_enter, start_sum   what goes into columns, and the sum of its gradient: without autograd, without waiting.
                              seq_len: S, where x enters again in backward
@@ -77,15 +72,11 @@ def traced(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InF
 communication_span = partial(compute_span, lane="communication")  # around one that is waited for at once
 
 
-# --- columns and rows
-
-
 @dataclass(frozen=True)
 class Cut:
     """Which part of a tensor each rank has: an equal piece along `dim`, or with copies > 1 that many ranks the same.
 
-    Each of these ranks uses the same numbers for its own heads, so each has a different term of their gradient.
-    Shapes   pieces are ceil(size / pieces) long, the last may be shorter
+    Each of these uses the same numbers for its own heads: a different term of their gradient. The last may be shorter.
     """
 
     dim: int
@@ -110,7 +101,6 @@ def cut_parameter(whole: nn.Parameter, cut: Cut, group: Group) -> nn.Parameter:
 
 class ColumnLinear(nn.Module):
     """Some of the outputs of a linear layer. `copies`: how many neighbouring ranks have the same ones.
-
     Shapes   weight w_fD, bias b_f; x_BSD -> y_BSf
     """
 
@@ -129,7 +119,6 @@ class ColumnLinear(nn.Module):
 
 class RowLinear(nn.Module):
     """Some of the inputs of a linear layer. The bias is whole, and added once: after the sum.
-
     Shapes   weight w_Df, bias b_D; x_BSf -> y_BSD
     """
 
@@ -154,7 +143,6 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], residual: Replicat
     the sake of its order: the sum of the input's gradient travels while the weights' gradients are computed.
 
     Under autocast all is cast before, as `F.linear` would: backward then multiplies what forward multiplied.
-
     Bytes    sent per rank: 0 forward, 2 (tp - 1) / tp * x.nbytes backward
     """
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -209,5 +197,4 @@ class _ColumnLinears(torch.autograd.Function):
 
 
 def rows(x_BSD: Tensor) -> Tensor:
-    """All tokens below each other, as one matrix."""
     return x_BSD.flatten(0, -2)

@@ -6,15 +6,12 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     device  --- gradient, 2 bytes --->  host  <--- master and moments, 12 bytes ---  disk
             <-- parameter, 2 bytes ---        ---- the same, updated, 12 bytes -->
 
-    optimizer = OffloadedAdamW(shards, place="disk", folder="/nvme/scratch")
-    optimizer.step()
-    optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
-    timing.crossing_s(optimizer.link_bytes)     # modelled: what each link alone would take
+`link_bytes` counts where copies are made; `timing.crossing_s(link_bytes)` models what each link alone would take.
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: dp ranks use dp PCIe links at once, each for 1/dp of it
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
-`memory.zero.offload_link_bytes` and not in this code: each shard comes up before each of its all-gathers, so a step of
-one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
+`offload_link_bytes` (memory/states.py), not in this code: each shard comes up before each of its all-gathers, so a step
+of one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
 
 On a machine without GPU the device is the host: copies are made and counted all the same, and only "disk" frees memory.
 Copies and arithmetic take turns here. Real systems overlap them: at best the slowest link's seconds remain.
@@ -24,9 +21,8 @@ Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857); Ren et al. 2
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -48,7 +44,6 @@ class OffloadedAdamW(MasterAdamW):
     nameless file of `folder` (the system's for temporary files by default; useless if that is a disk in memory), mapped
     into memory: the system reads a page when it is touched, and drops it when memory is short. The file vanishes with
     `close()` or with the process, however that ends.
-
     link_bytes   of the last step, by crossing
     Bytes    a step, for each parameter with a gradient: gradient itemsize down, parameter itemsize up; on disk 12 read
              and 12 written. Host: one piece, and with place="host" 12 a parameter
@@ -75,18 +70,25 @@ class OffloadedAdamW(MasterAdamW):
         self.link_bytes = dict.fromkeys(_CROSSINGS, 0)
         self._staging: dict[tuple, Tensor] = {}
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
-        self._file = _nameless_file(self.folder) if place == "disk" else None
+        self._file = None
+        if place == "disk":
+            if not self.folder.is_dir():
+                raise ValueError(f"there is no folder {str(folder)!r}; required: one on a fast drive. Make it first")
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - closed by close()
         super().__init__(parameters, lr, betas, eps, weight_decay)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict) -> None:
-        """As usual; the states of the new parameters are made and put in their place."""
         super().add_param_group(param_group)
         new = self.param_groups[-1]["params"]
         for parameter in new:
             _check_parameter(parameter)
-        if self._file is not None:
-            _check_space(self.folder, _STATE_BYTES * sum(parameter.numel() for parameter in new))
+        needed = _STATE_BYTES * sum(parameter.numel() for parameter in new)
+        if self._file is not None and (free := shutil.disk_usage(self.folder).free) < needed:
+            raise ValueError(
+                f"the states need {needed:,} bytes, and {str(self.folder)!r} has {free:,} free; "
+                "give a folder on a larger drive"
+            )
         for parameter in new:
             rows = self._room(parameter.numel())
             self.state[parameter] = {key: row.view(parameter.shape) for key, row in zip(STATES, rows, strict=True)}
@@ -104,12 +106,11 @@ class OffloadedAdamW(MasterAdamW):
         return torch.from_numpy(mapped)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient."""
+    def step(self) -> None:
         if self._file is not None and self._file.closed:
             raise ValueError("this optimizer was closed, and its states with it; make a new one, or close it later")
         self.link_bytes.update(dict.fromkeys(_CROSSINGS, 0))
-        return super().step(closure)
+        super().step()
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict) -> None:
         flat_p, gradient_p, pinned = parameter.view(-1), gradient.reshape(-1), parameter.is_cuda
@@ -158,9 +159,6 @@ class OffloadedAdamW(MasterAdamW):
         self.close()
 
 
-# --- checks
-
-
 def _check_parameter(parameter: nn.Parameter) -> None:
     found = f"a parameter of shape {tuple(parameter.shape)}"
     if parameter.dtype not in DTYPES:
@@ -171,17 +169,3 @@ def _check_parameter(parameter: nn.Parameter) -> None:
         raise ValueError(f"{found} has no values yet (device meta); load them before making the optimizer")
     if not parameter.is_contiguous():
         raise ValueError(f"{found} is strided; required: contiguous. Make it so with parameter.data.contiguous()")
-
-
-def _nameless_file(folder: Path) -> BinaryIO:
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}; required: one on a fast drive. Make it first")
-    return tempfile.TemporaryFile(dir=folder, buffering=0)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"the states need {needed:,} bytes, and {str(folder)!r} has {free:,} free; give a folder on a larger drive"
-        )

@@ -1,15 +1,5 @@
 """Pipeline parallelism from scratch: each rank has some of the layers, and one executor runs any schedule of them.
 
-    schedules/builders.py    what each rank computes, in order, as a list; schedules/check.py: whether that can run
-    parallel/stages.py       the model cut into stages
-    parallel/channels.py     who sends what to whom, and why nobody waits for ever
-    parallel/weight_gradients.py  weight gradients that wait for W
-    parallel/executor.py     does a rank's list, one instruction after the other
-    this file                a whole Llama or GPT, whole gradients
-
-    engine = build(model, group, "1f1b")                    # keeps this rank's stages of the model
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/pipeline.py
-
 All ranks bring the same micro-batches. The first stage takes tokens from them, the last one targets, the others only
 sizes: micro-batches may differ in them.
 
@@ -48,12 +38,8 @@ from course_lib.training.precision import gradient_of
 _AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 
 
-# --- a model
-
-
 class Pipeline(nn.Module, Engine):
     """This rank's stages, under the model's names, and what it needs to run them. `build` makes one.
-
     peak_live, peak_waiting   of the last step: most micro-batches kept at once (F done, B or I not yet), and most that
                               waited for W; each counts once a stage
     """
@@ -91,8 +77,7 @@ class Pipeline(nn.Module, Engine):
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
-        found = {name: x for name, x in tensors.items() if x is not None}
-        return put_together(self.config, found, {}, self.group)
+        return put_together(self.config, tensors, {}, self.group)
 
     @property
     def num_stages(self) -> int:
@@ -112,7 +97,6 @@ class Pipeline(nn.Module, Engine):
 
     def plan_for(self, num_micro_batches: int) -> list[Step]:
         """This rank's list for that many micro-batches.
-
         Raises   ValueError if there is no such schedule, if it cannot run, or puts stages on other ranks than `build`
         """
         if num_micro_batches not in self.plans:
@@ -123,13 +107,10 @@ class Pipeline(nn.Module, Engine):
                     f"the model is cut for {self.rank_of_stage}; a schedule must place stages alike for any number"
                 )
             self.plans[num_micro_batches] = steps_of_rank(made, self.group.rank(), self.ahead)
-            self._prepare_to_split(made)
+            split = {one.stage for one in made.instructions[self.group.rank()] if one.op == "W"}
+            for stage in split - set(self.delayed):
+                self.delayed[stage] = DelayedWeightGradients(self.stages[str(stage)])
         return self.plans[num_micro_batches]
-
-    def _prepare_to_split(self, schedule: Schedule) -> None:
-        for one in schedule.instructions[self.group.rank()]:
-            if one.op == "W" and one.stage not in self.delayed:
-                self.delayed[one.stage] = DelayedWeightGradients(self.stages[str(one.stage)])
 
 
 def build(
@@ -146,7 +127,6 @@ def build(
 
     Every rank must bring the same weights: `model.build` with one seed. Or a model on the meta device: then fill
     `engine.to_empty(device=...)` and call `engine.tie()`. Forget the model, and what other ranks have is freed.
-
     schedule            a name of `schedules.SCHEDULES`, a function of the number of micro-batches, or a `Schedule`
     layers_of_stage     how many layers each stage has, in the model's order; evenly by default
     num_micro_batches   what the schedule is tried with here, 2 pp by default
@@ -178,7 +158,6 @@ def build(
 
 def checked_schedule(schedule: _AnySchedule, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
     """The schedule of that name, or what the function gives, proved to run.
-
     Raises   ValueError if it is for other sizes, or cannot run: every problem, and where
     """
     if isinstance(schedule, str):
@@ -193,9 +172,6 @@ def checked_schedule(schedule: _AnySchedule, pp: int, num_micro_batches: int, v:
         )
     check(made)
     return made
-
-
-# --- micro-batches, and tied embeddings
 
 
 def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
@@ -218,7 +194,6 @@ def execute(engine: Pipeline, micro_batches: MicroBatches, runner: StageRunner) 
 
 def sum_tied(engine: Pipeline) -> None:
     """Tied embeddings on two ranks: each used its copy for one end; summed gradients keep the copies equal.
-
     Bytes    an all-reduce of V D between these two
     """
     weight = tied_weight(engine)
@@ -237,11 +212,8 @@ def tied_weight(engine: Pipeline) -> nn.Parameter | None:
     return engine.stages["0"].embed.weight if is_first else engine.stages[str(engine.num_stages - 1)].head.weight
 
 
-# --- names
-
-
 def named_parameters(engine: Pipeline) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the model's names; a tied head's is the embedding's."""
+    """This rank's parameters by the model's names; a tied head's is the embedding's. Of a FiveD too."""
     named: dict[str, nn.Parameter] = {}
     for stage in engine.stages.values():
         named |= dict(stage.named_parameters())

@@ -10,7 +10,6 @@ from course_lib.validate import Index, Size, checked
 @checked(seq_len=Size, cp_size=Size, cp_rank=Index)
 def positions(sequence_sharding: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
     """Where this rank's tokens stand in the whole sequence, in ascending order.
-
     Shapes   -> positions_s, int64               (s = seq_len / cp_size)
     Raises   ValueError as check_context, and for a rank that the group does not have
     """
@@ -29,7 +28,6 @@ def positions(sequence_sharding: str, seq_len: int, cp_size: int, cp_rank: int) 
 @checked
 def order(sequence_sharding: str, seq_len: Size, cp_size: Size) -> Tensor:
     """All ranks' positions one after the other: where each row of what an all-gather gives stands in the sequence.
-
     Shapes   -> positions_S; its argsort puts gathered rows back into the sequence's order
     """
     return torch.cat([positions(sequence_sharding, seq_len, cp_size, rank) for rank in range(cp_size)])

@@ -1,14 +1,8 @@
 """Ring attention: keys and values travel around the ring while each rank computes with those that it has.
 
-    step      rank 0 of 4 has     while it computes, it
-    0         k v of 0            sends them to 1, receives those of 3
-    1         k v of 3            sends them to 1, receives those of 2
-    2         k v of 2            sends them to 1, receives those of 1
-    3         k v of 1            (all have seen all)
-
-At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
-behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they are home. The
-home rank's own share never travels, so that is cp - 1 ring steps as well.
+At any time a rank holds two blocks, one in use and one arriving from its left neighbour. Backward sends keys and values
+around once more, and behind them the gradients: each rank adds its share to a block's dk and dv and passes them on,
+until they are home. The home rank's own share never travels, so that is cp - 1 ring steps as well.
 
 On the wire, per attention, with cp ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
 
@@ -28,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib import comm
 from course_lib.comm.conjugate import Group
 from course_lib.parallel.engine import Trace
 from course_lib.parallel.tiles import Block, Tiling, block_attention
@@ -46,7 +41,6 @@ class RingStep:
     trace: Trace | None
 
     def wait(self) -> Tensor:
-        """What came from the left."""
         self.work.wait()
         if self.trace is not None:  # ends where it is awaited: when it arrived, gloo does not say
             self.trace.append(Span(dist.get_rank(), "communication", self.name, self.start_s, time.perf_counter()))
@@ -114,6 +108,46 @@ class DKVRotation:
         return self.own_BKsU
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Blocks that all come at once (the Exchange of the all-gather method), computed in the ring's order, to the bit.
+
+    As many bytes as a ring sends, in three calls in place of 3 (cp - 1): an all-gather of k v forward, again backward
+    (kept are my own alone), a reduce-scatter of dk dv. What differs is memory, all keys and values of one layer at once
+    where a ring holds two blocks, and overlap: nothing is computed before all have come. With few key/value heads both
+    cost little; Llama 3 chose this, for any mask (documents in a batch) is then a matter of the kernel.
+    Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+    """
+
+    group: Group
+
+    def blocks(self, kv_BKsU: Tensor) -> Iterator[Block]:
+        rank, size = self.group.rank(), self.group.size()
+        of_ranks = comm.all_gather(kv_BKsU.unsqueeze(0), self.group)
+        for step in range(size):
+            key_rank = (rank - step) % size
+            yield key_rank, of_ranks[key_rank]
+
+    def dkv_sum(self, kv_BKsU: Tensor) -> "SumAtOnce":
+        return SumAtOnce(self.group)
+
+
+class SumAtOnce:
+    """Shares of all ranks' dk and dv are put side by side, and summed by one reduce-scatter at the end."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.shares_PBKsU: Tensor | None = None  # P: ranks, each one's place filled when its keys have been seen
+
+    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
+        if self.shares_PBKsU is None:
+            self.shares_PBKsU = dkv_BKsU.new_empty(self.group.size(), *dkv_BKsU.shape)
+        self.shares_PBKsU[key_rank] = dkv_BKsU
+
+    def total(self) -> Tensor:
+        return comm.reduce_scatter(self.shares_PBKsU, self.group).squeeze(0)
+
+
 def ring_attention(
     q_BNsH: Tensor,
     k_BKsH: Tensor,
@@ -127,7 +161,6 @@ def ring_attention(
     """Attention over a sequence shared out by `sequence_sharding`: every rank brings equally many tokens.
 
     Each rank gets the outputs of its own tokens.
-
     merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
                   The log-sum-exp has float32 at least, always
     kernel        "fused" | "standard" (tiles.py)

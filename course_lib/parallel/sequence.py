@@ -58,7 +58,6 @@ class ShardedResidual:
     A shard does not tell how long the whole is: the last to leave does, the embedding first of all; columns remember it
     for their backward. With recomputation, which runs a block forward again, nothing of another length may come between
     forward and backward.
-
     regather   what columns keep for backward is x_BsD as it came in, and it is gathered again
     Shapes     leave: x_BSD_partial -> x_BsD; enter: x_BsD -> x_BSD
     """
@@ -101,10 +100,7 @@ def traced_until_awaited(start: Callable[[], InFlight], name: str, trace: Trace 
 
 
 class MyPositions(nn.Module):
-    """Learned positions of my tokens. The table is whole on every rank.
-
-    Shapes   positions_S -> x_sD
-    """
+    """Learned positions of my tokens. The table is whole on every rank. Shapes positions_S -> x_sD"""
 
     def __init__(self, positions: nn.Embedding, group: Group):
         super().__init__()
@@ -120,7 +116,6 @@ class TensorSequenceParallel(TensorParallel):
 
     def finish(self) -> None:
         """Sums what ranks have a part of: shared key/value heads, and the gradients of my tokens alone.
-
         Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
         """
         super().finish()
@@ -130,12 +125,9 @@ class TensorSequenceParallel(TensorParallel):
 def build(
     model: nn.Module, group: Group, regather: bool = False, overlap: bool = True, trace: Trace | None = None
 ) -> TensorSequenceParallel:
-    """Cuts the model's matrices and its residual stream in place; returns the engine.
-
-    Every rank brings the same weights.
+    """Cuts the model's matrices and its residual stream in place; returns the engine. Ranks bring the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
-
     Bytes    with dropout, a seed that the group then shares; otherwise none
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """

@@ -27,7 +27,6 @@ Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, fi
 
 def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
     """Lay tensors end to end in one buffer, padded to a multiple of `num_pieces`.
-
     Shapes   any -> flat_P             (P the sum of their sizes, rounded up)
     """
     size = sum(tensor.numel() for tensor in tensors)
@@ -37,13 +36,12 @@ def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
 
 
 def room_for(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
-    """As long as `flatten_and_pad` makes it, without numbers: the host gives memory only where somebody writes."""
+    """As `flatten_and_pad`, without numbers: the host gives memory only where somebody writes."""
     size = sum(tensor.numel() for tensor in tensors)
     return tensors[0].new_empty(math.ceil(size / num_pieces) * num_pieces)
 
 
 def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each tensor the view of its place in flat_P, in its shape."""
     sizes = [tensor.numel() for tensor in tensors]
     places = flat_P[: sum(sizes)].split(sizes)
     pairs = zip(places, tensors, strict=True)
@@ -51,10 +49,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The view of flat_P that this rank owns.
-
-    Shapes   flat_P -> flat_p          (p = P / dp)
-    """
+    """The view of flat_P that this rank owns. Shapes flat_P -> flat_p (p = P / dp)"""
     size = len(flat_P) // group.size()
     return flat_P.narrow(0, group.rank() * size, size)
 
@@ -73,7 +68,6 @@ def hollow_out(model: nn.Module) -> None:
 
 class FlatShard:
     """Parameters of one dtype that travel together: `whole_P` on every rank, or only for a while; `shard_p` always.
-
     keep_whole   True: shard_p is a view of whole_P, which stays (stages 1 and 2). False: whole_P is `free` until it is
                  gathered, and shard_p has its own memory (stage 3)
     grad_dtype   in which gradients are summed, over micro-batches and ranks; the parameters' own by default
@@ -122,7 +116,6 @@ class FlatShard:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Starts to fill whole_P with everybody's shard; does nothing if that is done or under way.
-
         Bytes    sent per rank: (dp - 1) / dp * P * itemsize
         """
         if self.is_whole:
@@ -167,7 +160,6 @@ class FlatShard:
 
     def start_reduce_scatter(self, in_place: bool) -> None:
         """Starts to sum grad_P over the ranks, each its piece: into grad_P itself, or into p numbers of their own.
-
         Bytes    sent per rank: (dp - 1) / dp * P * itemsize of grad_dtype
         """
         if self.grad_P is None:
@@ -189,9 +181,6 @@ class FlatShard:
         set_gradient(self.shard_p, self.piece_p if before_p is None else before_p.add_(self.piece_p))
         self.reduction = self.grad_P = self.piece_p = self.grad_views = None
         self.arrived.clear()
-
-
-# --- the units of stage 3
 
 
 Unit = tuple[str, list[nn.Module]]

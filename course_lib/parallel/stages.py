@@ -1,9 +1,5 @@
 """A model cut into stages: runs of consecutive layers, the embedding on the first, final norm and head on the last.
 
-    stage 0          embed (GPT: positions and dropout too), blocks.0, blocks.1
-    stage 1          blocks.2, blocks.3
-    last stage       blocks.4, norm, head
-
 A stage is an `nn.Module` made of the model's own modules under the model's own names, so `blocks.2.mlp.up.weight` is
 called so wherever it is. A model on the meta device can be cut as well: then no rank ever holds more than its stages;
 `skeleton` makes one that has only the layers of some stages.
@@ -25,7 +21,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class Layers(nn.ModuleDict):
-    """Consecutive layers by their numbers in the whole model; they run one after the other."""
+    """Consecutive layers by their numbers in the whole model."""
 
     run_in_order = True
 
@@ -34,7 +30,6 @@ class Stage(nn.Module):
     """Some layers of a model. The first stage takes tokens, the last gives logits, what lies between is x_BSD.
 
     With `loss_of` the last gives what it makes of (x_BSD behind the norm, the head's weight): losses without logits.
-
     Shapes   tokens_BS or x_BSD -> x_BSD or logits_BSV
     """
 
@@ -72,7 +67,6 @@ class Stage(nn.Module):
 
 
 def layers_in(stage: int, layers_of_stage: Sequence[int]) -> range:
-    """Which layers of the model a stage has."""
     first_layer = sum(layers_of_stage[:stage])
     return range(first_layer, first_layer + layers_of_stage[stage])
 
@@ -87,17 +81,13 @@ def skeleton(
 
 
 def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
-    """One stage of the model, from the model's own modules: forget the model, and what is in no stage here is freed."""
+    """One stage, of the model's own modules: forget the model, and what is in no stage here is freed."""
     is_last = stage == len(layers_of_stage) - 1
     return Stage(model, layers_in(stage, layers_of_stage), is_first=stage == 0, is_last=is_last)
 
 
-# --- checks: before any process starts
-
-
 def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence[int] | None = None) -> tuple[int, ...]:
     """Layers of each stage, as given, or evenly.
-
     Raises   ValueError if the model cannot be cut so, naming what would do
     """
     one_of("family", config.family, FAMILIES)

@@ -67,7 +67,6 @@ def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def sum_gradients(engine: nn.Module) -> None:
     """What is not summed over data: over tp, between the two stages of a tied weight, and shards over replicas.
-
     Bytes    sent per rank: an all-reduce of each kind in one message, over each group of the table
     """
     layout, groups = engine.layout, engine.groups

@@ -1,11 +1,4 @@
-"""Tensor parallelism from scratch: a model cut over the ranks of one group, all of which work on the same tokens.
-
-    parallel/linear.py       a matrix: column and row linear, and the residual stream of activations between them
-    parallel/vocabulary.py   both ends: embedding and loss
-    this file                a whole Llama or GPT, from outside and in one call
-
-    engine = build(model, group)                            # cuts the model in place: heads, features, vocabulary
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/tensor.py
+"""Tensor parallelism from scratch: a Llama or GPT cut from outside over a group's ranks, all with the same tokens.
 
 On the wire, per micro-batch and L layers, each an all-reduce:
 
@@ -43,15 +36,8 @@ from course_lib.validate import one_of
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
 
 
-# --- a model
-
-
 class TensorParallel(ModelEngine):
-    """A model whose matrices are cut over the ranks of one group, all of which bring the same tokens.
-
-    stream          how hidden states enter and leave the cut layers
-    replica_group   the ranks that have this rank's key/value head, if there are others
-    """
+    """A model whose matrices are cut over the ranks of one group; `replica_group` has the same key/value head."""
 
     def __init__(self, module: nn.Module, residual: ReplicatedResidual) -> None:
         super().__init__(module, residual.trace)
@@ -59,7 +45,6 @@ class TensorParallel(ModelEngine):
         self.norm_groups = (residual.group,)
 
     def token_losses(self, x_BS: Tensor, y_BS: Tensor) -> Tensor:
-        """The loss of each token, from logits in pieces."""
         return vocab_cross_entropy(self(x_BS), y_BS, self.module.embed.first, self.residual.group)
 
     def finish(self) -> None:
@@ -119,19 +104,14 @@ def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: 
 
 
 def cut_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
-    """Cut attention of either kind by heads."""
-    if config.mla is None:
-        shard_attention(attention, residual, config)
-    else:
-        _shard_latent_attention(attention, residual)
-
-
-def _shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -> None:
-    """Cut what makes heads of latent vectors; what makes the latent vectors is small, and every rank does all of it.
+    """Cut attention of either kind by heads. Of latent attention what makes latent vectors is small, and stays whole.
 
     A latent vector enters its columns as x enters those of q, k and v: where the residual stream is cut along the
     sequence, each rank makes its own tokens' vectors, and these are gathered, not x.
     """
+    if config.mla is None:
+        shard_attention(attention, residual, config)
+        return
     attention.o = RowLinear(attention.o, residual)
     attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, residual), ColumnLinear(attention.kv_up, residual)
     attention.share_key = residual.enter
@@ -177,12 +157,8 @@ def check_shardable(model: nn.Module, group: Group) -> None:
             raise ValueError(f"{path} is a {type(layer).__name__}; only a model of plain nn.Linear can be cut")
 
 
-# --- random numbers
-
-
 def share_seed(group: Group, apart: bool = False) -> None:
     """Gives all ranks the random numbers of the group's first: of a whole residual stream all must drop the same.
-
     apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8
     """
@@ -224,9 +200,6 @@ class RankDropout(Dropout):
             return super().forward(x)
 
 
-# --- gradients of which each rank has a part
-
-
 def sum_replicas(engine: ModelEngine) -> None:
     """Sum the gradients of weights that several ranks have, each for its own heads: shared key/value heads, QK-norm.
 
@@ -244,7 +217,6 @@ def sum_replicas(engine: ModelEngine) -> None:
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """Sums over the group gradients of which each rank has a part, all in one message.
-
     Bytes    sent per rank: 2 (G - 1) / G * (all of them)
     """
     grads = [grad for param in parameters if (grad := gradient_of(param)) is not None]

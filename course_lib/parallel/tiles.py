@@ -8,7 +8,7 @@ it computes a tile (sequence_sharding.py) and gets that part's output and its ro
 Merged so, any number of parts give the softmax over all keys. Backward needs no merging: with the row's final output
 and log-sum-exp each tile gives its share of dq, dk and dv, and shares are added.
 
-How blocks come and where their gradients go is an Exchange: `ring.Ring` or `gathered.Gathered`. A block is one tensor,
+How blocks come and where their gradients go is an Exchange: `ring.Ring` or `ring.Gathered`. A block is one tensor,
 kv_BKsU: of each token a key and behind it its value, U = H + W numbers. W differs from H in latent attention alone.
 
 Dropout needs the same mask forward and backward. Each rank draws a seed for its queries once an attention, and a tile's
@@ -42,9 +42,6 @@ def keys_and_values(kv_BKsU: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return kv_BKsU[..., :key_dim], kv_BKsU[..., key_dim:]
 
 
-# --- one tile: an standard kernel and a fused one, the same numbers
-
-
 def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
     """Scaled scores in float32 at least; a causal tile is square, and row i sees columns 0 .. i."""
     dtype = torch.promote_types(q_BNqH.dtype, torch.float32)
@@ -59,7 +56,6 @@ def standard_forward(
     q_BNqH: Tensor, k_BKkH: Tensor, v_BKkW: Tensor, causal: bool, keep_BNqk: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute one tile written out.
-
     keep_BNqk   dropout: 0 where a weight is dropped, else 1 / (1 - p)
     Shapes      -> out_BNqW, lse_BNq (float32 at least)
     """
@@ -146,23 +142,17 @@ def _fused_backward(
 
 
 def _has_kernel(q_BNqH: Tensor, v_BKkW: Tensor) -> bool:
-    """Tell whether PyTorch has a flash kernel for these numbers on their device."""
     widths = (q_BNqH.shape[-1], v_BKkW.shape[-1])
     return not q_BNqH.is_cuda or (q_BNqH.element_size() == 2 and max(widths) % 8 == 0)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Forward and backward of one tile."""
-
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 KERNELS = {"fused": Kernel(_fused_forward, _fused_backward), "standard": Kernel(standard_forward, standard_backward)}
-
-
-# --- all tiles of my queries
 
 
 def merge(out_BNqH: Tensor, lse_BNq1: Tensor, part_BNqH: Tensor, part_lse_BNq1: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +165,6 @@ def merge(out_BNqH: Tensor, lse_BNq1: Tensor, part_BNqH: Tensor, part_lse_BNq1: 
 @dataclass(frozen=True)
 class Tiling:
     """What stays the same over all tiles of one attention.
-
     merge_dtype     of the sums, None for float32
     dropout, seed   probability that a weight is dropped, and of what this rank draws its masks
     """
@@ -207,7 +196,6 @@ class Tiling:
 
 def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, tiling: Tiling) -> tuple[Tensor, Tensor]:
     """Attention of my queries over all blocks; my own must come first, because in it every query sees a key.
-
     Shapes   -> out_BNsH (in the dtype of the sums), lse_BNs (float32 at least)
     """
     forward, dtype, out_BNsH, lse_BNs1 = KERNELS[tiling.kernel].forward, tiling.sum_dtype(q_BNsH), None, None
@@ -229,13 +217,10 @@ def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, tiling: Til
 
 
 class DKVSum(Protocol):
-    """Where gradients of keys and values go."""
+    """Where gradients of keys and values go: `add` my share of each block's, as they came; then my own's `total`."""
 
-    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
-        """Takes my share of that rank's gradient. Called once for each block, in the order in which they came."""
-
-    def total(self) -> Tensor:
-        """The sum of all ranks' shares of my own block, after the last add."""
+    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None: ...
+    def total(self) -> Tensor: ...
 
 
 def backward_over(
@@ -247,7 +232,6 @@ def backward_over(
     dkv_sum: DKVSum,
 ) -> tuple[Tensor, Tensor]:
     """dq of my queries, and by way of `dkv_sum` dk and dv of my keys and values. saved: q_BNsH, out_BNsH, lse_BNs.
-
     Shapes   -> dq_BNsH, dkv_BKsU (both in the dtype of the sums)
     """
     q_BNsH, out_BNsH, lse_BNs = saved
@@ -282,8 +266,7 @@ class Exchange(Protocol):
     def blocks(self, kv_BKsU: Tensor) -> Iterator[Block]:
         """Every rank's keys and values: first mine, then those of the ranks before me, around the group."""
 
-    def dkv_sum(self, kv_BKsU: Tensor) -> DKVSum:
-        """The way of one backward pass's gradients."""
+    def dkv_sum(self, kv_BKsU: Tensor) -> DKVSum: ...
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -310,7 +293,6 @@ def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Ex
     """Attention of my queries over the keys and values of all ranks of the exchange.
 
     Under autocast all is cast before, as `F.scaled_dot_product_attention` does: backward multiplies what forward did.
-
     Shapes   -> out_BNsH
     Bytes    kept for backward: q, k, v, the output and one number a row, all of my own tokens
     Raises   ValueError as check_inputs

@@ -62,9 +62,6 @@ def ulysses_core(group: Group, sequence_sharding: str, core: Core = fused_attent
     return exchanged
 
 
-# --- both together
-
-
 def inner_positions(sequence_sharding: str, seq_len: int, inner: tuple[int, int], outer: tuple[int, int]) -> Tensor:
     """My tokens on a mesh with Ulysses inside and a ring outside; each pair is (size, my rank).
 
@@ -80,9 +77,6 @@ def inner_positions(sequence_sharding: str, seq_len: int, inner: tuple[int, int]
             f"{inner[0]} does not divide; choose a multiple of {parts}"
         )
     return ring_positions.chunk(inner[0])[inner[1]]
-
-
-# --- the pair: what one does forward, the other does backward
 
 
 class _TokensForHeads(torch.autograd.Function):
@@ -140,8 +134,5 @@ def finish(in_flight: list[InFlight]) -> tuple[Tensor, ...]:
 @lru_cache(maxsize=8)
 def order_on(sequence_sharding: str, seq_len: int, cp_size: int, device: torch.device) -> Tensor | None:
     """Where arriving tokens stand in the sequence; None if they arrive in order."""
-    return (
-        None
-        if sequence_sharding == "contiguous" or cp_size == 1
-        else order(sequence_sharding, seq_len, cp_size).to(device)
-    )
+    in_order = sequence_sharding == "contiguous" or cp_size == 1
+    return None if in_order else order(sequence_sharding, seq_len, cp_size).to(device)

@@ -23,9 +23,8 @@ def place_among_mine(tokens_BS: Tensor, first: int, count: int) -> tuple[Tensor,
 
 
 def embed_mine(tokens_BS: Tensor, w_vD: Tensor, first: int) -> Tensor:
-    """The rows of my tokens, zeros for all others: the sum over the ranks is the embedding.
-
-    Shapes   tokens_BS, w_vD -> x_BSD, a part of a sum
+    """The rows of my tokens, zeros for all others: a part of a sum.
+    Shapes   tokens_BS, w_vD -> x_BSD
     """
     is_mine_BS, place_BS = place_among_mine(tokens_BS, first, len(w_vD))
     return F.embedding(place_BS, w_vD) * is_mine_BS.unsqueeze(-1)
@@ -36,7 +35,6 @@ class VocabEmbedding(nn.Module):
 
     Every token must be in 0 .. V - 1. One outside belongs to no rank: its row is zeros, without an error, which
     `nn.Embedding` would raise.
-
     Shapes   weight w_vD; tokens_BS -> x_BSD
     """
 
@@ -79,7 +77,6 @@ def vocab_cross_entropy(logits_BSv: Tensor, y_BS: Tensor, first: int, group: Gro
 
     Every target must be in 0 .. V - 1: none is ignored, not -100 either, and one outside counts as a logit of the
     maximum. To leave tokens out, multiply their losses by zero.
-
     Shapes   logits_BSv, y_BS -> loss_BS           (equal on all ranks)
     Bytes    sent per rank: three all-reduces of B S numbers; kept for backward: 4 v per token (the softmax)
     """
@@ -91,7 +88,6 @@ def vocab_to_gradient_(logits_cv: Tensor, y_c1: Tensor, first: int, group: Group
 
     With it the loss in chunks (training/chunked_loss.py) is that of a vocabulary over ranks: the gradient of the weight
     is this rank's piece, that of the input a part of a sum.
-
     Shapes   logits_cv (in float32 at least), y_c1 -> a sum, equal on all ranks
     Bytes    sent per rank: three all-reduces of c numbers
     """

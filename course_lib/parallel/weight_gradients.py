@@ -91,7 +91,6 @@ class WeightGradientStore:
         return _InputHalf.apply(x, weight, bias, product)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> _Product:
-        """Where the input and the output's gradient of one product are put; W does the rest."""
         product = _Product()
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             self.handles.append(_WeightHalf.apply(weight, bias, product))
@@ -115,13 +114,10 @@ class DelayedLinear(nn.Linear):
 
 
 class DelayedWeightGradients:
-    """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one.
-
-    They are looked for when the first queue comes: until then layers may be replaced by parts of them.
-    """
+    """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one."""
 
     def __init__(self, module: nn.Module):
-        self.module: nn.Module | None = module  # None: its layers are prepared
+        self.module: nn.Module | None = module  # prepared when the first queue comes, once all layers are cut
         self.queue: WeightGradientStore | None = None
 
     def _prepare(self, module: nn.Module) -> None:

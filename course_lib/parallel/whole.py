@@ -13,12 +13,12 @@ from course_lib.parallel.linear import Cut
 
 
 def put_together(
-    config: ModelConfig, mine: dict[str, Tensor], cuts: dict[str, Cut], group: Group, tp_rank: int = 0
+    config: ModelConfig, mine: dict[str, Tensor | None], cuts: dict[str, Cut], group: Group, tp_rank: int = 0
 ) -> dict[str, Tensor]:
     """All ranks' parts, gathered, then put together along the dimension that tp has cut.
-
     mine, cuts   this rank's parts by the model's names, and how tp has cut them
     """
+    mine = {name: x for name, x in mine.items() if x is not None}
     first = next(iter(mine.values()), torch.empty(0))
     cut_places = {name: None if cut is None else [cut.dim, cut.copies] for name, cut in cuts.items()}
     told = comm.all_gather_json([tp_rank, {name: cut_places.get(name) for name in mine}], group)
@@ -38,5 +38,4 @@ def put_together(
 
 @lru_cache
 def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """Of all parameters of the model, in its order."""
     return tuple(name for name, _ in build_whole(config, device="meta").named_parameters())

@@ -9,16 +9,13 @@ P counts padding; gradients are sent in `grad_dtype`. Stage 0 is plain data para
 all-reduce sends 2 P, being a reduce-scatter and an all-gather. Stage 1 puts the optimizer's step between the two and
 gathers what the step made: no byte more. Where the all-reduce stays and parameters are shared on top, it costs 3 P.
 
-    engine = build(model, group, stage=2)                   # changes the model in place
-    optimizer = make_optimizer(engine)                      # over this rank's shards
-    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same three calls as in native/zero.py
-
 Activations are not sharded by any stage: they belong to this rank's part of the batch, and no other rank holds them.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,13 +38,10 @@ from course_lib.training.precision import set_gradient
 
 
 class Sharded(DataParallel):
-    """Data parallelism whose optimizer updates shards: what all stages of ZeRO share.
-
-    flats   this model's parameters, in flat buffers
-    """
+    """Data parallelism whose optimizer updates shards: what all stages of ZeRO share."""
 
     is_sharded = True
-    flats: list[FlatShard]
+    flats: list[FlatShard]  # this model's parameters, in flat buffers
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         return ((flat.shard_p, 1) for flat in self.flats if flat.trains)
@@ -121,7 +115,6 @@ class ZeroBuckets(Sharded):
 
     def finish(self) -> None:
         """Sends the buckets that never filled, waits for all; shards then have their gradients.
-
         Raises   RuntimeError if a parameter got no gradient since the last finish(), unless `allow_unused`
         """
         for flat in self.flats[self.num_started :]:
@@ -134,7 +127,6 @@ class ZeroBuckets(Sharded):
 
     def share_update(self) -> None:
         """All-gathers what each rank's optimizer made of its shard: one message a bucket, all under way at once.
-
         Bytes    sent per rank: (dp - 1) / dp * P * itemsize
         """
         for flat in self.flats:
@@ -164,7 +156,6 @@ class ZeroUnits(Sharded):
     one is not gathered for backward.
 
     The first module of a unit must take what the unit before gave as its first argument.
-
     Bytes    gathered at most: the two neighbouring units that are largest together, padded; and the tied one, if any
     """
 
@@ -199,7 +190,7 @@ class ZeroUnits(Sharded):
         self.computing: tuple[str, float] | None = None  # what the trace's open span is called, when it began
         self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
         for index, (_, modules) in enumerate(self.units):
-            self.handles.append(modules[0].register_forward_pre_hook(before(self._before_forward, index)))
+            self.handles.append(modules[0].register_forward_pre_hook(partial(self._before_forward, index)))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self.in_backward, self.lowest = False, len(self.units) - 1
@@ -231,7 +222,8 @@ class ZeroUnits(Sharded):
             flat.wait_for_gather()
         self._note(name)
 
-    def _before_forward(self, index: int, x: Tensor) -> None:
+    def _before_forward(self, index: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
         if self.in_backward:  # recomputation: _before_backward has gathered this unit
             return
         if x.requires_grad and not x.is_leaf:  # the unit before gave it: its gradient begins that one's backward
@@ -264,7 +256,6 @@ class ZeroUnits(Sharded):
 
     def finish(self) -> None:
         """Scatters what is left, waits, frees all parameters: after each backward pass.
-
         Raises   RuntimeError if a parameter got no gradient since the last finish(), unless `allow_unused`
         """
         self._reduce([flat for flat in self.flats if self.first_use[flat] <= self.lowest])
@@ -283,14 +274,6 @@ class ZeroUnits(Sharded):
     def zero_grad(self, set_to_none: bool = True) -> None:
         forget_gradients(self)
         self._hold([])
-
-
-def before(act: Callable, index: int) -> Callable:
-    """A forward pre-hook that calls `act` with the unit's number and its input."""
-    return lambda module, args: act(index, args[0])
-
-
-# --- what all stages check and forget
 
 
 def check_first_arrival(flat: FlatShard, param: nn.Parameter) -> None:
@@ -319,9 +302,6 @@ def forget_gradients(engine: nn.Module) -> None:
     engine.used.clear()
 
 
-# --- build: the same as in native/zero.py
-
-
 def build(
     model: nn.Module,
     group: dist.ProcessGroup,
@@ -333,14 +313,12 @@ def build(
     load: Load | None = None,
 ) -> ZeroBuckets | ZeroUnits:
     """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
-
     bucket_bytes   stages 1 and 2: parameters of one reduce-scatter and one all-gather
     allow_unused   parameters without a gradient count as zeros; by default they are an error
     grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are
                    then in `.main_grad`: MasterAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of weights/loading.py)
-
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage
     """
@@ -358,22 +336,17 @@ def build(
         raise ValueError("stage 3 has sharded this model already: its parameters are freed; build it anew")
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
-    if taken := [name for name, param in trainable(model) if _has_engine(param)]:
+    hooks = {name: (param._post_accumulate_grad_hooks or {}).values() for name, param in trainable(model)}
+    owners = {name: [getattr(hook, "__self__", None) for hook in of_param] for name, of_param in hooks.items()}
+    if taken := [name for name, of_param in owners.items() if any(isinstance(one, nn.Module) for one in of_param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
         return ZeroUnits(model, group, allow_unused=allow_unused, grad_dtype=grad_dtype, trace=trace, load=load)
     return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
 
 
-def _has_engine(param: nn.Parameter) -> bool:
-    """Whether an engine's hook, ZeRO's or data parallelism's, takes this parameter's gradient."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return any(isinstance(getattr(hook, "__self__", None), nn.Module) for hook in hooks.values())
-
-
 def whole_tensors(flats: Sequence[FlatShard], tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
     """What `tensor_of` gives of each shard, gathered, by the names of the parameters in it.
-
     Bytes    sent per rank: (dp - 1) / dp * P * itemsize
     """
     found = {}

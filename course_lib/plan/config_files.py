@@ -5,8 +5,6 @@ for you to add. What each file can say, its words for recipes and schedules, and
 texts: course_lib/templates/.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,7 @@ from course_lib.engines import ENGINES, File
 from course_lib.estimate import Estimate
 from course_lib.hardware import nodes_of
 from course_lib.layout.partition import even_layers
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload, recipe_of
 from course_lib.run import Run
 from course_lib.validate import Positive, Size, checked
 
@@ -127,10 +124,8 @@ _PLACE = re.compile(r"<(\??)([\w.-]+)>")
 
 
 def _fill(template: str, run: Run | None = None, **more: object) -> str:
-    """Return a template's text for a run: <layout.tp> is a field of the run's layout, <name> one of `more`.
-
-    A line is left out where a value of it is None, and with <?name> unless that is true.
-    """
+    """Return a template's text for a run: <layout.tp> is a field of the run's layout, <name> one of `more`. A line is
+    left out where a value of it is None, and with <?name> unless that is true."""
     known = more | ({"run": run, "layout": run.layout, "config": run.config, "moe": run.config.moe} if run else {})
 
     def value_of(path: str) -> object:
@@ -150,16 +145,16 @@ def _fill(template: str, run: Run | None = None, **more: object) -> str:
     return "".join(_PLACE.sub(in_words, line) for line, is_there in zip(lines, there, strict=True) if is_there)
 
 
-def _yaml(fields: dict) -> str:
+def _mapping(template: str, **fields: object) -> dict:
     import yaml  # here and below: a plan needs none
 
-    return yaml.safe_dump(fields, sort_keys=False)
+    return yaml.safe_load(_fill(template, **fields))
 
 
-def _mapping(template: str, **fields: object) -> dict:
+def _yaml(fields: dict) -> str:
     import yaml
 
-    return yaml.safe_load(_fill(template, **fields))
+    return yaml.safe_dump(fields, sort_keys=False)
 
 
 # ---- torchtitan
@@ -168,12 +163,10 @@ _TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-4
 
 
 def _torchtitan(run: Run, gpus_per_node: int) -> str:
-    """Return torchtitan's TOML, for 0.2.1: 0.2.2 heeds no method of context parallelism, 0.3 reads Python.
-
-    Sequence parallelism comes with its tensor parallelism. FP32 parameters are the master copy, of which BF16 casts
-    are gathered: 16 bytes a parameter, as bf16-master has them. In a pipeline gradients are summed in FP32, and stay
-    whole to the end of a step, parameters too: its FSDP is then ZeRO-1.
-    """
+    """Return torchtitan's TOML, for 0.2.1: 0.2.2 heeds no method of context parallelism, 0.3 reads Python. Sequence
+    parallelism comes with its tensor parallelism. FP32 parameters are the master copy, of which BF16 casts are
+    gathered: 16 bytes a parameter, as bf16-master has them. In a pipeline gradients are summed in FP32, and stay whole
+    to the end of a step, parameters too: its FSDP is then ZeRO-1."""
     config, layout, file = run.config, run.layout, ENGINES["torchtitan"].file
     piped, recipe = layout.pp > 1, recipe_of(run.recipe).name
     known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in _TORCHTITAN_MODELS
@@ -221,11 +214,9 @@ def _modules_of_stages(run: Run) -> list[list[str]]:
 
 
 def _megatron(run: Run, gpus_per_node: int) -> str:
-    """Return Megatron-LM's arguments, one to a line.
-
-    Its sequence parallelism always gathers again in backward. It pads the vocabulary to a multiple of 128 x tp. It
-    wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its FSDP, which is ZeRO-2 and 3.
-    """
+    """Return Megatron-LM's arguments, one to a line. Its sequence parallelism always gathers again in backward. It pads
+    the vocabulary to a multiple of 128 x tp. It wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its
+    FSDP, which is ZeRO-2 and 3."""
     config, layout, moe, file = run.config, run.layout, run.config.moe, ENGINES["megatron"].file
     checks = {
         "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
@@ -357,10 +348,8 @@ def accelerate_deepspeed_file(
 
 
 def _accelerate(kind: str, precision: str | None, num_processes: int, machines: int, **fields: object) -> dict:
-    """Accelerate's YAML: precision, processes, where machines meet, and the fields of FSDP2.
-
-    Each machine sets its own machine_rank, all of them the address of machine 0 and a port free on it.
-    """
+    """Accelerate's YAML: precision, processes, where machines meet, and the fields of FSDP2. Each machine sets its own
+    machine_rank, all of them the address of machine 0 and a port free on it."""
     if num_processes % machines != 0:
         raise ValueError(f"num_processes ({num_processes}) is that of all {machines} machines; make it divisible by it")
     named = "no" if precision == "fp32" else precision
@@ -373,9 +362,9 @@ def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
     layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
     kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
-    reshard, recompute, ranks = layout.zero_stage == 3, layout.recompute == "full", layout.world_size
-    machines = nodes_of(ranks, gpus_per_node)
-    fields = accelerate_fsdp2(wrap, ranks, reshard, precision, recompute=recompute, machines=machines)
+    how = {"reshard_after_forward": layout.zero_stage == 3, "recompute": layout.recompute == "full"}
+    machines = nodes_of(layout.world_size, gpus_per_node)
+    fields = accelerate_fsdp2(wrap, layout.world_size, precision=precision, machines=machines, **how)
     steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
     return _in_your_script(run) + steps + _yaml(fields)
 

@@ -1,7 +1,5 @@
 """A plan in the words of the chapters: fit, batch, throughput, as the Ultra-Scale Playbook goes about a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.estimate import Estimate
@@ -18,19 +16,22 @@ _RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "
 @checked
 def explain(plan: Plan) -> list[str]:
     """Say why the best layout is the best, step by step, and why its neighbours lost."""
-    return [*_fit(plan), *_batch(plan), *_throughput(plan), *_lost(plan)]
+    lines = [*_fit(plan), *_batch(plan), *_throughput(plan)]
+    if plan.rejected:
+        lines.append("The nearest layouts that lost:")
+    for layout, reason in plan.rejected:
+        lines += [f"   {changes(plan.best, layout)}", f"      {reason}"]
+    return lines
 
 
 def _fit(plan: Plan) -> list[str]:
     job, best = plan.job, plan.best
-    layout, recipe = best.layout, recipe_of(job.recipe)
-    count, name = count_parameters(job.config), job.cluster.gpu.name
+    layout, recipe, name = best.layout, recipe_of(job.recipe), job.cluster.gpu.name
     states = state_bytes(job.config, recipe, job.optimizer, job.lora).total
-    plain = job.lora is None and job.optimizer == "adamw"
-    each = f", {recipe.bytes_per_param} bytes each" if plain else ""
+    each = f", {recipe.bytes_per_param} bytes each" if job.lora is None and job.optimizer == "adamw" else ""
     article = "an" if name[0] in "AEFHILMNORSX" else "a"  # names are spelled letter by letter: an H100
     lines = [
-        f"1. Fit. {count / 1e9:.2f} billion parameters{each}: {states / GB:,.0f} GB of states; "
+        f"1. Fit. {count_parameters(job.config) / 1e9:.2f} billion parameters{each}: {states / GB:,.0f} GB of states; "
         f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
     if layout.tp > 1:
@@ -42,8 +43,10 @@ def _fit(plan: Plan) -> list[str]:
     if layout.cp > 1:
         lines.append(f"   cp {layout.cp}: each sequence is cut into {job.seq_len // layout.cp:,} tokens for each GPU.")
     if layout.zero_stage:
-        inside = f", {layout.dp_replicate} replicas (HSDP)" if layout.dp_replicate > 1 else ""
-        what = _STAGES[layout.zero_stage]
+        what, inside = (
+            _STAGES[layout.zero_stage],
+            f", {layout.dp_replicate} replicas (HSDP)" * (layout.dp_replicate > 1),
+        )
         lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
     again = _RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
@@ -84,13 +87,6 @@ def _throughput(plan: Plan) -> list[str]:
         f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU; nine "
         f"in ten such runs: {slow:,.0f} to {fast:,.0f}.",
     ]
-
-
-def _lost(plan: Plan) -> list[str]:
-    lines = ["The nearest layouts that lost:"] if plan.rejected else []
-    for layout, reason in plan.rejected:
-        lines += [f"   {changes(plan.best, layout)}", f"      {reason}"]
-    return lines
 
 
 def changes(best: Estimate, layout) -> str:

@@ -1,7 +1,5 @@
 """What a plan is asked for: this model, on so many of these GPUs, with so many tokens in a step; a layout of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -11,8 +9,7 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import Cluster, nodes_of
 from course_lib.layout import Layout
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Offload
 from course_lib.run import Run
 from course_lib.validate import Size, check_fields, checked, whole
 
@@ -21,21 +18,15 @@ _WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and what trains it.
-
-    batch_tokens   tokens of one optimizer step, of all GPUs together: a multiple of seq_len
-    recipe         dtypes of the states, a name of `memory.states.RECIPES`; the engine's usual one where it has not this
-    engine         a name of `ENGINES`: who trains it
-    optimizer, lora, offload, attention, loss_chunks, fp8   as `Run` has them
-    """
+    """A model and what trains it."""
 
     config: ModelConfig
     cluster: Cluster
     num_gpus: Size
     seq_len: Size
-    batch_tokens: Annotated[int, partial(whole, least=1)]
-    recipe: Literal[tuple(RECIPES)] | None = None
-    engine: Literal[tuple(ENGINES)] = "course"
+    batch_tokens: Annotated[int, partial(whole, least=1)]  # of a step, of all GPUs together: a multiple of seq_len
+    recipe: Literal[tuple(RECIPES)] | None = None  # dtypes of the states; the engine's usual one where it has not this
+    engine: Literal[tuple(ENGINES)] = "course"  # who trains it; what follows is as `Run` has it
     optimizer: Literal[OPTIMIZERS] = "adamw"
     lora: LoRA | None = None
     offload: Offload = field(default_factory=Offload)
@@ -57,7 +48,6 @@ class Job:
 
     @property
     def sequences(self) -> int:
-        """Sequences of one step."""
         return self.batch_tokens // self.seq_len
 
     @property
@@ -65,7 +55,6 @@ class Job:
         return ENGINES[self.engine]
 
     def run(self, layout: Layout) -> Run:
-        """Return the run of this job under a layout."""
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
         recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
@@ -75,10 +64,7 @@ class Job:
 
 @checked
 def work_out(job: Job, layout: Layout) -> Estimate:
-    """Estimate one layout of a job: the fullest rank of its pipeline, and a step.
-
-    Raises   ValueError if the layout has other GPUs or another global batch than the job
-    """
+    """Estimate one layout of a job; ValueError if it has other GPUs or another global batch than the job."""
     if layout.world_size != job.num_gpus:
         raise ValueError(
             f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no "

@@ -6,8 +6,6 @@ Llamas of 8 and of 80 billion parameters on nodes of 8 H100 80 GB, NVLink in a n
 All finished runs of 8B on 8 and on 64 GPUs and of 80B on 128 GPUs are there, and the fastest on other numbers of GPUs.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +43,6 @@ class MeasuredRun(Checked):
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step of all GPUs."""
         return SEQUENCES * SEQ_LEN / self.tokens_per_s_per_gpu / self.num_gpus
 
 
@@ -69,11 +66,10 @@ def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -
 @lru_cache(maxsize=1)
 def _all_runs() -> tuple[MeasuredRun, ...]:
     with PATH.open(newline="") as file:
-        return tuple(map(_run_of, csv.DictReader(file)))
-
-
-def _run_of(row: dict[str, str]) -> MeasuredRun:
-    sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
-    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
-    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
-    return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)
+        rows, runs = list(csv.DictReader(file)), []
+    for row in rows:
+        sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
+        layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
+        speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
+        runs.append(MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB))
+    return tuple(runs)

@@ -5,8 +5,6 @@ over its ranks. A search ends when no layout that is left could be faster than t
 and is faster than that is missing there. Of a layout that does not fit, the bytes that it holds at least mostly say so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -18,9 +16,8 @@ from course_lib.estimate import Estimate, nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import stage_of
 from course_lib.memory.budget import overheads_of
-from course_lib.memory.peak import instants
+from course_lib.memory.peak import instants, stage_of
 from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
@@ -38,21 +35,14 @@ OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that ea
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
-
-    best       the choice among those that cannot be told from the fastest: `advised`
-    ranked     the fastest that fit, fastest first; a tight one counts as 3 % slower. No faster one is missing
-    front      those of them that no other beats in memory and in MFU, fastest first
-    rejected   the two layouts nearest to the best that lost, each with the reason
-    num_tried  layouts of which it is known whether they fit
-    """
+    """What was found."""
 
     job: Job
-    best: Estimate
-    ranked: tuple[Estimate, ...]
-    front: tuple[Estimate, ...]
-    rejected: tuple[tuple[Layout, str], ...]
-    num_tried: int
+    best: Estimate  # the choice among those that cannot be told from the fastest: `advised`
+    ranked: tuple[Estimate, ...]  # fitting, fastest first; a tight one counts as 3 % slower. No faster is missing
+    front: tuple[Estimate, ...]  # those of them that no other beats in memory and in MFU, fastest first
+    rejected: tuple[tuple[Layout, str], ...]  # the two layouts nearest to the best that lost, each with the reason
+    num_tried: int  # layouts of which it is known whether they fit
 
     @property
     def fastest(self) -> Estimate:
@@ -62,10 +52,7 @@ class Plan:
 
 @checked
 def search(job: Job, enough: Size = ENOUGH) -> Plan:
-    """Find the fastest layouts of a job that fit its GPUs.
-
-    enough   so many are ranked, more where they cannot be told from the fastest
-    """
+    """Find the fastest layouts of a job that fit: `enough`, more where they cannot be told from the fastest."""
     ranked, lost, num_tried = _fastest_first(job, enough)
     if not num_tried:
         raise ValueError(
@@ -78,7 +65,6 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
 
 
-# ------------------------------------------------------------------------------------ what stands where
 def ranked_s(option: Estimate) -> float:
     """Seconds of a step by which options are ranked: a tight one ranks below those of nearly its speed."""
     return option.step_s / (1 - TOLD_APART if option.room == "tight" else 1)
@@ -120,14 +106,11 @@ def front(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
     return tuple(kept)
 
 
-# ------------------------------------------------------------------------------------ the search
 def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[Layout], int]:
-    """Those that fit, ranked, as far as none is missing; those that do not fit; how many both are.
-
-    A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
-    is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
-    """
-    found, lost, refused, ties = [], [], [], count()
+    """Those that fit, ranked, as far as none is missing; those that do not fit; how many both are. A shape waits with
+    the least seconds that it could take, a layout with the seconds that it takes. Whatever is next is the fastest that
+    is left: a shape becomes layouts, of a layout it is asked whether it fits."""
+    found, lost, refused, ties, usable = [], [], [], count(), job.cluster.gpu.usable_bytes
     known_s: dict[tuple, float] = {}
     waiting: list[tuple[float, int, Layout, bool]] = []
     next_s = 0.0
@@ -135,7 +118,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
     def wait(layouts: Iterable[Layout], seconds: Callable[[Layout], float], is_shape: bool) -> None:
         for layout in layouts:
             try:
-                if not is_shape and is_refused(job, layout):
+                if not is_shape and least_of_ranks(job, layout, usable) > usable:
                     lost.append(layout)
                 else:
                     heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
@@ -171,10 +154,8 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
 
 def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
     """Whether none that is missing could be among the first so many, or among those that are as good as the first."""
-    if not seconds:
-        return False
-    if bound_s * _LEAST_SHARE > seconds[0]:
-        return True
+    if not seconds or bound_s * _LEAST_SHARE > seconds[0]:
+        return bool(seconds)
     return bound_s > seconds[0] / (1 - TOLD_APART) and len(seconds) >= enough and bound_s >= seconds[enough - 1]
 
 
@@ -203,23 +184,14 @@ def _step_time(job: Job, layout: Layout) -> StepTime:
     return step_time(job.run(layout), job.cluster, job.engine)
 
 
-def is_refused(job: Job, layout: Layout) -> bool:
-    """Whether a rank that may be the fullest holds more than there is, by the least that it can hold."""
-    usable = job.cluster.gpu.usable_bytes
-    return any(least_bytes(job, layout, rank, usable) > usable for rank in _full_ranks(job, layout))
-
-
-def _full_ranks(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Of a pipeline three, as in `fullest_budget`; where an engine's log is of the first rank, that one."""
+def least_of_ranks(job: Job, layout: Layout, enough: float = inf) -> float:
+    """The most that a rank holds at least: of a pipeline's first, second and last, of the first if a log is of it."""
     last = 0 if job.facts.log_first else layout.pp - 1
-    return tuple(dict.fromkeys((0, min(1, last), last)))
+    return max(least_bytes(job, layout, rank, enough) for rank in dict.fromkeys((0, min(1, last), last)))
 
 
 def least_bytes(job: Job, layout: Layout, rank: int, enough: float = inf) -> float:
-    """Bytes that a rank holds at least: states of matrices, and with them gradients or what micro-batches saved.
-
-    enough   where states alone are more, it is these
-    """
+    """Bytes that a rank holds at least: of matrices, and where these are not `enough`, what micro-batches saved."""
     recipe, offload, zero = recipe_of(job.recipe), job.offload, layout.zero_stage
     param_bytes = recipe.param_bytes * (offload.parameters == "device")
     is_plain = job.optimizer == "adamw" and offload.optimizer == "device"
@@ -261,7 +233,6 @@ def _least_zero(job: Job) -> int:
     return 0 if job.offload.parameters == "device" else 3
 
 
-# ------------------------------------------------------------------------------------ where nothing fits
 def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
@@ -277,15 +248,14 @@ def _nothing_fits(job: Job, lost: list[Layout]) -> str:
 def _leanest(job: Job, lost: list[Layout]) -> Estimate:
     """The layout with the least memory: none whose bound is above what was found is worked out."""
     leanest = None
-    bounds = [max(least_bytes(job, layout, rank) for rank in _full_ranks(job, layout)) for layout in lost]
-    for least, layout in sorted(zip(bounds, lost, strict=True), key=lambda one: one[0]):
+    bounds = ((least_of_ranks(job, layout), layout) for layout in lost)
+    for least, layout in sorted(bounds, key=lambda one: one[0]):
         if leanest is not None and least >= leanest.memory_bytes:
             break
         leanest = min(filter(None, (leanest, work_out(job, layout))), key=lambda option: option.memory_bytes)
     return leanest
 
 
-# ------------------------------------------------------------------------------------ what was near
 def _nearest(
     job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
 ) -> tuple[tuple[Layout, str], ...]:

@@ -9,8 +9,6 @@ The file, runs/sheets/NAME.json beside notebooks/, holds words alone: the job an
 is worked out anew by `estimate`, so a sheet is never older than the package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,6 @@ from course_lib.traffic import sent
 from course_lib.validate import Checked, Size, checked, read_json, show
 
 _HEAD = f"{'chapter, technique':30}{'holds':>9}  {'room':13}{'sends':>10}{'step':>10}  waits"
-_WAITS = ("tp", "cp", "ep", "bubble", "transfer", "waiting", "data")
 _CUTS_MEMORY = {  # what takes most of a card -> what cuts it
     "parameters": "ZeRO-3 (04), tp (05) or pp (08)",
     "gradients": "ZeRO-2 (04), tp (05) or pp (08)",
@@ -70,29 +67,30 @@ class Choice(Checked):
 
 @dataclass(frozen=True)
 class Row:
-    """A technique on the job: its estimate and bytes sent by the rank that sends most, or why it cannot be."""
+    """A technique on the job: its estimate, or why it cannot be."""
 
     chapter: str
     name: str
     estimate: Estimate | None = None
-    sent_bytes: int = 0
     refusal: str = ""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
+        ranks = self.estimate.layout.world_size
+        return max(sum(sent(self.estimate.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
 
     def line(self) -> str:
         told = f"{self.chapter} {self.name}".strip()
         if self.estimate is None:
             return f"{told:30}{self.refusal}"
-        one, waits = self.estimate, _waits_of(self.estimate)
+        one, waits = self.estimate, {part: self.estimate.seconds_by_part[part] for part in _CUTS_WAITING}
         share = sum(waits.values()) / one.step_s
         most = f" most for {max(waits, key=waits.get)}" if share >= 0.001 else ""
         return (
             f"{told:30}{one.memory_bytes / GB:6.1f} GB  {one.room:13}{self.sent_bytes / GB:7.1f} GB"
             f"{one.step_s:8.2f} s  {share:5.1%}{most}"
         )
-
-
-def _waits_of(one: Estimate) -> dict[str, float]:
-    return {part: one.seconds_by_part[part] for part in _WAITS}
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Sheet:
               f"{choice.batch_tokens:,} a step (modelled)")  # fmt: skip
         print(_HEAD, *(row.line() for row in rows), next_step(rows), sep="\n")
 
-    def decide(self, layout: str) -> Sheet:
+    def decide(self, layout: str) -> "Sheet":
         """Keep a layout of the learner's own, if the job can be trained so; return the sheet with it."""
         work_out(self.choice.job(), Layout.parse(layout))
         return _kept(replace(self, choice=replace(self.choice, decided=(*self.choice.decided, layout))))
@@ -143,21 +141,13 @@ class Sheet:
         """A layout's row, or the planner's first without one."""
         try:
             if layout is None:
-                best = search(self.choice.job()).best
-                return Row(chapter, name, best, _sent(best))
+                return Row(chapter, name, search(self.choice.job()).best)
             job, cut = self.choice.job(gpus), Layout.parse(layout)
             if cut.sequences_per_step != job.sequences:
                 return Row(chapter, name, refusal=f"not possible: {job.sequences:,} sequences over dp {cut.dp}")
-            one = work_out(job, cut)
+            return Row(chapter, name, work_out(job, cut))
         except ValueError as refused:
             return Row(chapter, name, refusal=f"not possible: {refused}".partition(";")[0])
-        return Row(chapter, name, one, _sent(one))
-
-
-def _sent(one: Estimate) -> int:
-    """Bytes that a rank of the first, a middle or the last stage sends in a step, the most of them."""
-    ranks = one.layout.world_size
-    return max(sum(sent(one.run, rank).values()) for rank in {0, ranks // 2, ranks - 1})
 
 
 def next_step(rows: list[Row]) -> str:
@@ -175,8 +165,8 @@ def next_step(rows: list[Row]) -> str:
             f"What cuts that: {_CUTS_MEMORY.get(kind, 'more GPUs')}."
         )
     best = min(fitting, key=lambda row: row.estimate.step_s)
-    waits = _waits_of(best.estimate)
-    part, share = max(waits, key=waits.get), max(waits.values()) / best.estimate.step_s
+    part = max(_CUTS_WAITING, key=best.estimate.seconds_by_part.get)
+    share = best.estimate.seconds_by_part[part] / best.estimate.step_s
     if share < 0.03:
         return (
             f"Next: {best.name} fits and waits for less than 3 % of its step; less waiting cannot win more than that."
@@ -186,10 +176,8 @@ def next_step(rows: list[Row]) -> str:
 
 
 def _folder() -> Path:
-    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder.
-
-    The environment variable COURSE_SHEETS names another.
-    """
+    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder. The
+    environment variable COURSE_SHEETS names another."""
     if named := os.environ.get("COURSE_SHEETS"):
         return Path(named)
     here = Path.cwd()

@@ -3,8 +3,6 @@
 python -m course_lib.plots.cheat_sheet docs        docs/cheat_sheet.svg, docs/cheat_sheet.pdf
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,19 +16,17 @@ from course_lib.hardware import GPUS, Cluster, gpu, link
 from course_lib.language import language, spoken
 from course_lib.layout import Layout
 from course_lib.memory.activations import layer_terms, part_of
-from course_lib.memory.states import RECIPES, count_parameters
-from course_lib.memory.zero import zero_bytes_per_parameter
+from course_lib.memory.states import RECIPES, count_parameters, zero_bytes_per_parameter
 from course_lib.plots.style import speak_korean
 from course_lib.run import Run
 from course_lib.schedules import make, simulate
 from course_lib.schedules.simulator import Costs
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.traffic.collectives import all_gather_bytes, all_to_all_bytes
+from course_lib.traffic.collectives import collective_bytes
 from course_lib.units import show_bytes, show_seconds
 
 MODEL, RANKS, TOKENS = "llama-3.1-8b", 64, 8192
-_A4 = (8.27, 11.69)
 LETTERS = (
     "N parameters, L layers, D width, S sequence, V vocabulary, m micro-batches, p stages, n ranks; bytes and FLOPs "
     "are computed, times modelled"
@@ -72,15 +68,16 @@ def _work() -> Iterator[tuple[str, str]]:
 def _messages() -> Iterator[tuple[str, str]]:
     payload, ranks = 10**9, 8
     yield "all-reduce", f"2 (n - 1) / n of the tensor: {ring_all_reduce_bytes(payload, ranks) / payload:.2f} on {ranks}"
-    yield "reduce-scatter, all-gather", f"(n - 1) / n: {all_gather_bytes(payload, ranks) / payload:.3f}"
-    yield "all-to-all", f"(n - 1) / n of what a rank has: {all_to_all_bytes(payload, ranks) / payload:.3f}"
+    yield "reduce-scatter, all-gather", f"(n - 1) / n: {collective_bytes('all_gather', payload, ranks) / payload:.3f}"
+    yield (
+        "all-to-all",
+        f"(n - 1) / n of what a rank has: {collective_bytes('all_to_all', payload, ranks) / payload:.3f}",
+    )
     inside = collective_s("all_reduce", payload, ranks, link("nvlink4"))
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
     yield "1 GB, 8 GPUs, NVLink 4", f"{show_seconds(inside)} (modelled)"
-    yield (
-        "1 GB, 64 GPUs, InfiniBand NDR",
-        f"{show_seconds(collective_s('all_reduce', payload, 64, cluster))} (modelled)",
-    )
+    between = collective_s("all_reduce", payload, 64, cluster)
+    yield "1 GB, 64 GPUs, InfiniBand NDR", f"{show_seconds(between)} (modelled)"
 
 
 def _sends() -> Iterator[tuple[str, str]]:
@@ -96,8 +93,7 @@ def _bubbles(p: int = 8, m: int = 32) -> Iterator[tuple[str, str]]:
     yield "1F1B, all-forward-all-backward", f"(p - 1) / m of the ideal time: {(p - 1) / m:.1%} for p {p}, m {m}"
     costs = Costs(1.0, 1.0, 1.0)
     for name, words, v in (("interleaved", "interleaved, v 4: / v", 4), ("zb_h1", "ZB-H1", 1), ("zbv", "ZBV", 1)):
-        made = make(name, p, m, v)
-        clocked = simulate(made, costs)
+        clocked = simulate(make(name, p, m, v), costs)
         yield words, f"{clocked.bubble_of_ideal:.1%} (simulated, B of input and of weights as long as F)"
 
 
@@ -116,12 +112,9 @@ _WHEN = (
 def _scales() -> Iterator[tuple[str, str]]:
     for key in ("a100-80", "h100", "h200", "b200"):
         one = GPUS[key]
-        own = link(one.link).bytes_per_s / 1e9
-        yield (
-            one.name,
-            f"{one.memory_bytes / 2**30:.0f} GiB, {one.memory_bytes_per_s / 1e12:.2f} TB/s, "
-            f"{one.bf16_flops / 1e12:,.0f} TFLOP/s bf16, NVLink {own:.0f} GB/s",
-        )
+        gib, tb_per_s = one.memory_bytes / 2**30, one.memory_bytes_per_s / 1e12
+        tflops, own = one.bf16_flops / 1e12, link(one.link).bytes_per_s / 1e9
+        yield one.name, f"{gib:.0f} GiB, {tb_per_s:.2f} TB/s, {tflops:,.0f} TFLOP/s bf16, NVLink {own:.0f} GB/s"
     for key in ("ib-ndr400", "efa", "roce-400"):
         yield link(key).name, f"{link(key).bytes_per_s / 1e9:.3g} GB/s a GPU and direction"
 
@@ -138,7 +131,7 @@ def sheet() -> dict[str, list[tuple[str, str]]]:
 
 def draw() -> Figure:
     """Return the sheet as one page of A4."""
-    figure = Figure(figsize=_A4)
+    figure = Figure(figsize=(8.27, 11.69))  # A4
     figure.text(0.05, 0.965, "Training on many GPUs: one page", fontsize=15, weight="bold")
     figure.text(0.05, 0.951, LETTERS, fontsize=6.5, color="#595959")
     y = 0.93

@@ -18,15 +18,10 @@ from course_lib.timing.failures import Failures, best_interval_s, shares
 from course_lib.units import show_seconds
 from course_lib.validate import Amount, Positive, Size, checked
 
-# ---------------------------------------------------------------- what options need
-
 
 @checked
 def show_options(options: Sequence[Estimate]) -> None:
-    """Show what each option's fullest GPU holds, and the limit.
-
-    Raises   ValueError if there is no option
-    """
+    """Show what each option's fullest GPU holds, and the limit; raises ValueError if there is no option."""
     rows = {cut_name(option.layout): option.bytes_by_kind for option in options}
     limits = {"what a GPU has": max((option.usable_bytes for option in options), default=0)}
     show_charts("Memory of some layouts", bars("Memory of the fullest GPU (modelled)", rows, marks=limits))
@@ -42,10 +37,7 @@ def cut_name(layout: Layout) -> str:
 
 @checked
 def show_front(ranked: Sequence[Estimate], best: Sequence[Estimate]) -> None:
-    """Show MFU against memory: a point for each option, a line through the front.
-
-    Raises   ValueError if one of both is empty
-    """
+    """Show MFU against memory: a point for each option, a line through the front; raises ValueError without them."""
     if not ranked or not best:
         raise ValueError("there is no option to draw; give those that fit, and their front")
     share = [[(one.memory_bytes / GB, one.mfu) for one in options] for options in (ranked, best)]
@@ -60,15 +52,11 @@ def show_front(ranked: Sequence[Estimate], best: Sequence[Estimate]) -> None:
         axes.set_title("Each point is a layout that fits", fontsize=10)
 
 
-def _refuse_none(options: Mapping) -> None:
-    if not options:
-        raise ValueError("options is empty; give one layout or more")
-
-
 @checked
 def show_by_memory(options: Mapping[str, Estimate], title: str) -> None:
     """Show each layout by its memory and its MFU, under the first word of its name; the line is what the GPU has."""
-    _refuse_none(options)
+    if not options:
+        raise ValueError("options is empty; give one layout or more")
     limit_gb = next(iter(options.values())).usable_bytes / GB
     with picture_axes(3.2) as axes:
         for name, option in options.items():
@@ -91,15 +79,9 @@ def show_waiting(options: Mapping[str, Estimate], title: str) -> None:
     show_charts(title, bars(title, rows, "seconds"))
 
 
-# ---------------------------------------------------------------- losses, speeds
-
-
 @checked
 def show_losses(losses: Mapping[str, Sequence[float]], title: str) -> None:
-    """Show the loss of each step under each named rule.
-
-    Raises   ValueError without any
-    """
+    """Show the loss of each step under each named rule; raises ValueError without any."""
     if not losses:
         raise ValueError("losses is empty; give the losses of one rule or more")
     with picture_axes(2.4) as axes:
@@ -112,10 +94,7 @@ def show_losses(losses: Mapping[str, Sequence[float]], title: str) -> None:
 
 @checked
 def show_predicted(runs: Sequence[MeasuredRun], options: Sequence[Estimate]) -> None:
-    """Show measured tokens/s of each run over its predicted ones, on the line where both are equal.
-
-    Raises   ValueError if there is no run, or not an option for each
-    """
+    """Show measured tokens/s of runs over predicted ones; raises ValueError without a run, or an option for each."""
     if not runs or len(runs) != len(options):
         raise ValueError(f"there are {len(runs)} runs and {len(options)} options; give one option for each run")
     measured = [run.tokens_per_s_per_gpu for run in runs]
@@ -137,10 +116,7 @@ def show_predicted(runs: Sequence[MeasuredRun], options: Sequence[Estimate]) -> 
 
 @checked
 def show_scaling(num_gpus: Sequence[Size], shares: Mapping[str, Sequence[Amount]], peak: Positive = 0.6) -> None:
-    """Show MFU by the number of GPUs, a line for each name; `peak` is the upper end of the axis.
-
-    Raises   ValueError if a line has not one value for each number of GPUs
-    """
+    """Show MFU by GPUs, a line a name, up to `peak`; raises ValueError unless each has a value a number of GPUs."""
     if not num_gpus or any(len(line) != len(num_gpus) for line in shares.values()):
         raise ValueError(f"there are {len(num_gpus)} numbers of GPUs; give each line as many values, at least one")
     colors = [OKABE_ITO[name] for name in ("vermillion", "orange", "blue", "green", "purple", "black")]
@@ -155,16 +131,11 @@ def show_scaling(num_gpus: Sequence[Size], shares: Mapping[str, Sequence[Amount]
         axes.set_title("The same batch on more GPUs, and a batch that grows with them", fontsize=10)
 
 
-# ---------------------------------------------------------------- how often to save when GPUs fail
-
 _SHARE_COLORS = {"training": "green", "saving": "blue", "lost work": "vermillion", "restarting": "orange"}
 
 
 def share_rows(failures: Failures) -> tuple[list[float], dict[str, list[float]]]:
-    """Return intervals around the best one, and of each share of `timing.failures.shares` its values there.
-
-    From a thirtieth of it to 30 times, or as far as the formula is sensible.
-    """
+    """Return intervals from a thirtieth of the best to 30 times it, as far as is sensible, and each share there."""
     best_s = best_interval_s(failures)
     intervals_s = np.geomspace(best_s / 30, min(30 * best_s, 20 * failures.mtbf_s), 61).tolist()
     found = [shares(failures, interval_s) for interval_s in intervals_s]

@@ -11,8 +11,6 @@ from course_lib.validate import checked
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
 _MIXED_COLOR = "#333333"
 
-# ---------------------------------------------------------------- collectives, before and after
-
 
 def rows_of(values: Iterable) -> list[list]:
     """One list of numbers per rank, from tensors, arrays, lists or None (nothing there)."""
@@ -53,19 +51,14 @@ def collective_rows(before: Iterable, after: Iterable) -> list[TileRow]:
     Raises   ValueError unless both have as many ranks
     """
     before, after = rows_of(before), rows_of(after)
-    if len(before) != len(after):
-        raise ValueError(
-            f"before has {len(before)} ranks and after has {len(after)}; give one row for each rank in both"
-        )
+    if (old := len(before)) != (new := len(after)):
+        raise ValueError(f"before has {old} ranks and after has {new}; give one row for each rank in both")
     left, right = (max([1, *map(len, rows)]) for rows in (before, after))
-    return [
-        [
-            *_filled(old, [rank] * len(old), left),
-            5.5 - left,
-            *_filled(new, [origin_of(value, before) for value in new], right),
-        ]
-        for rank, (old, new) in enumerate(zip(before, after, strict=True))
-    ]
+    rows = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        origins = [origin_of(value, before) for value in new]
+        rows.append([*_filled(old, [rank] * len(old), left), 5.5 - left, *_filled(new, origins, right)])
+    return rows
 
 
 @checked
@@ -89,26 +82,16 @@ def show_collectives(of_ranks: Sequence[Mapping], title: str) -> None:
         figure.supxlabel(said, x=0.01, ha="left", fontsize=9)
 
 
-# ---------------------------------------------------------------- the ring, step by step
-
-
 def _ring_tiles(state: RingState) -> list[list[Tile]]:
     """Return a row a rank, the bluer the more is summed, with the piece outlined that has just come."""
-    return [
-        [
-            Tile(
-                _number(value),
-                _ring_color((summed - 1) / max(len(state.values) - 1, 1)),
-                look=OUTLINED if came == piece else {},
-            )
-            for piece, (value, summed) in enumerate(zip(*row, strict=True))
-        ]
-        for *row, came in zip(state.values, state.summed, state.received, strict=True)
-    ]
-
-
-def _ring_color(share: float) -> str:
-    return OKABE_ITO["green"] if share == 1 else mix(OKABE_ITO["sky"], "#FFFFFF", 0.85 - 0.85 * share)
+    rows = []
+    for *row, came in zip(state.values, state.summed, state.received, strict=True):
+        rows.append([])
+        for piece, (value, summed) in enumerate(zip(*row, strict=True)):
+            share = (summed - 1) / max(len(state.values) - 1, 1)
+            color = OKABE_ITO["green"] if share == 1 else mix(OKABE_ITO["sky"], "#FFFFFF", 0.85 - 0.85 * share)
+            rows[-1].append(Tile(_number(value), color, look=OUTLINED if came == piece else {}))
+    return rows
 
 
 @checked

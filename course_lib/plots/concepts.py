@@ -33,10 +33,7 @@ class Concept:
 
 @checked
 def show_concept(name: str) -> None:
-    """Show a drawn picture by the name of its file.
-
-    Raises   ValueError if there is none of that name
-    """
+    """Show a drawn picture by the name of its file; raises ValueError if there is none of that name."""
     from IPython.display import display
 
     one_of("picture", name, tuple(sorted(path.stem for path in FOLDER.glob("*.svg"))))

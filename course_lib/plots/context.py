@@ -2,30 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from matplotlib.patches import Patch
+
 from course_lib.hardware import GPU
 from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
 from course_lib.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, text_on
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
-from course_lib.plots.style import (
-    ground,
-    key,
-    keys_below,
-    panel_title,
-    picture_axes,
-    picture_panels,
-    plain_rows,
-    rank_patches,
-    write,
-)
+from course_lib.plots.style import ground, key, keys_below, panel_title, picture_axes, picture_panels, plain_rows, write
 from course_lib.plots.tiles import ABSENT_COLOR, draw_squares, ranks
 from course_lib.units import UNITS, three_digits
 from course_lib.validate import Size, checked
 
 CP, TOKENS = 4, 16  # of the pictures whose numbers are nobody's
-
-# ---------------------------------------------------------------- heads for tokens
 
 
 def show_heads_for_tokens() -> None:
@@ -40,10 +30,11 @@ def show_heads_for_tokens() -> None:
             rows = [[RANK_COLORS[rank_of(head, token)] for token in range(TOKENS)] for head in range(heads)]
             draw_squares(axes, rows, "tokens", "heads")
             panel_title(axes, caption, "center")
-        keys_below(figure, rank_patches(CP))
+        keys_below(figure, _rank_patches(CP))
 
 
-# ---------------------------------------------------------------- the mask, shared out
+def _rank_patches(count: int) -> list[Patch]:
+    return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
 
 
 def pair_ranks(where: Iterable[Iterable[int]], lengths: Sequence[int]) -> list[list[int | None]]:
@@ -68,24 +59,18 @@ def _show_masks(cells: Mapping[str, list[list[int | None]]], cp_size: int, heigh
             draw_squares(axes, colors, "keys", "queries")
             axes.set_aspect("equal")
             panel_title(axes, caption, "center")
-        keys_below(figure, [*rank_patches(cp_size), key(ABSENT_COLOR, "masked")], ncol=5)
-
-
-def mask_caption(sequence_sharding: str, seq_len: int, cp_size: int) -> str:
-    """What a panel shows, in one line: how many pairs a rank has."""
-    totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size))
-    each = f"{totals[0]:,} pairs each" if len(set(totals)) == 1 else f"{min(totals):,} to {max(totals):,} pairs a rank"
-    return f"{sequence_sharding}\n{each}"
+        keys_below(figure, [*_rank_patches(cp_size), key(ABSENT_COLOR, "masked")], ncol=5)
 
 
 def show_mask() -> None:
-    """Show which rank computes which (query, key) pair under each sequence sharding."""
-    places = {
-        mask_caption(one, TOKENS, CP): [positions(one, TOKENS, CP, rank).tolist() for rank in range(CP)]
-        for one in SEQUENCE_SHARDINGS
-    }
-    said = f"{all_pairs(TOKENS):,} pairs of {TOKENS} tokens, shared out over {CP} ranks"
-    _show_masks({caption: pair_ranks(where, [TOKENS]) for caption, where in places.items()}, CP, 3.9, said)
+    """Show which rank computes which (query, key) pair under each sequence sharding, and how many pairs a rank has."""
+    cells = {}
+    for name in SEQUENCE_SHARDINGS:
+        where = [positions(name, TOKENS, CP, rank).tolist() for rank in range(CP)]
+        least, *_, most = sorted(pairs_of_ranks(pairs(name, TOKENS, CP)))
+        each = f"{least:,} pairs each" if least == most else f"{least:,} to {most:,} pairs a rank"
+        cells[f"{name}\n{each}"] = pair_ranks(where, [TOKENS])
+    _show_masks(cells, CP, 3.9, f"{all_pairs(TOKENS):,} pairs of {TOKENS} tokens, shared out over {CP} ranks")
 
 
 @checked
@@ -113,9 +98,6 @@ def show_documents(lengths: Sequence[Size], cuts: Mapping[str, Sequence]) -> Non
     }
     said = f"{len(lengths)} documents in one sequence: a query sees keys of its own document"
     _show_masks(cells, count, 4.1, said)
-
-
-# ---------------------------------------------------------------- who waits at each step
 
 
 @checked
@@ -151,9 +133,6 @@ def draw_work(axes, table: Sequence[Sequence[int]], end: int) -> None:
             start += done + waits
 
 
-# ---------------------------------------------------------------- memory by length
-
-
 def show_length(seq_len: int) -> str:
     """Tokens as one says them: 16k, 128k, 1M."""
     for size, letter in ((2**20, "M"), (1024, "k")):
@@ -172,10 +151,7 @@ def line_label(name: str, curve: Mapping[int, float], limit_bytes: float) -> str
 
 @checked
 def show_memory_by_length(curves: Mapping[str, Mapping[int, float]], gpu: GPU, title: str) -> None:
-    """Show GiB of one GPU by tokens of a sequence, `{"cp 4": {16384: bytes, ...}, ...}`, and the GPU's limit.
-
-    Raises   ValueError if there are more lines than looks to tell them apart
-    """
+    """Show GiB of one GPU, `{name: {tokens: bytes}}`, and its limit; raises ValueError for more lines than looks."""
     if not 1 <= len(curves) <= len(LINE_STYLES):
         raise ValueError(f"there are {len(curves)} lines; give 1 to {len(LINE_STYLES)}")
     unit, limit = UNITS["GiB"], gpu.usable_bytes / UNITS["GiB"]

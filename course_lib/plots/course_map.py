@@ -109,13 +109,6 @@ def show_course() -> None:
     finish(course_figure())
 
 
-def _schedules_svg() -> str:
-    """Return two pipeline schedules of 4 ranks and 8 micro-batches on one axis of time."""
-    both = [simulate(make(4, 8)) for make in (all_forward_all_backward, one_f_one_b)]
-    charts = [schedule_chart(chart_title(one), one.schedule, one.rows, both[0].makespan_s) for one in both]
-    return drawing("Two pipeline schedules", " ".join(f"{chart.title}." for chart in charts), charts)
-
-
 def write_pictures(folder: Path) -> list[Path]:
     """Write each picture into the folder, the same bytes each time."""
     course, schedules = paths = [folder / name for name in PICTURES]
@@ -123,7 +116,10 @@ def write_pictures(folder: Path) -> list[Path]:
     with plt.rc_context({"svg.hashsalt": "course"}):
         figure.savefig(course, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
     plt.close(figure)
-    schedules.write_text(_schedules_svg(), encoding="utf-8")
+    both = [simulate(make(4, 8)) for make in (all_forward_all_backward, one_f_one_b)]
+    charts = [schedule_chart(chart_title(one), one.schedule, one.rows, both[0].makespan_s) for one in both]
+    svg = drawing("Two pipeline schedules", " ".join(f"{chart.title}." for chart in charts), charts)
+    schedules.write_text(svg, encoding="utf-8")
     return paths
 
 

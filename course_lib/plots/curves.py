@@ -18,13 +18,12 @@ _Curve = Mapping[float, float]
 
 def value_labels_of(curve: _Curve, lines: Sequence[_Curve] = ()) -> list[tuple[float, float, bool]]:
     """Return (x, y, above) of each point's number: above the point, or below where a line would strike it through."""
-    reach = 0.12 * max(curve.values(), default=0)  # from a point to the far edge of its number
-
-    def struck(x: float, y: float) -> bool:
+    reach, found = 0.12 * max(curve.values(), default=0), []  # from a point to the far edge of its number
+    for x, y in curve.items():
         gaps = [line[x] - y for line in lines if x in line]
-        return any(0 < gap < reach for gap in gaps) and not any(-reach < gap <= 0 for gap in gaps)
-
-    return [(x, y, not struck(x, y)) for x, y in curve.items()]
+        struck = any(0 < gap < reach for gap in gaps) and not any(-reach < gap <= 0 for gap in gaps)
+        found.append((x, y, not struck))
+    return found
 
 
 @checked
@@ -38,10 +37,7 @@ def show_curves(
     log_y: bool = False,
     value_labels: bool = True,
 ) -> None:
-    """Show `{name: {x: y}}` of models as lines beside `{name: {x: y}}` of published measurements as points.
-
-    The points of the first measurement carry their numbers.
-    """
+    """Show `{name: {x: y}}` of models as lines, of published measurements as points, the first with their numbers."""
     with picture_axes(3.8, FULL_WIDTH_IN * 0.85) as axes:
         for index, (name, curve) in enumerate(lines.items()):
             look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
@@ -87,8 +83,6 @@ def show_bandwidth(published: Mapping[str, _Curve], models: Mapping[str, _Curve]
     )
 
 
-# ---------------------------------------------------------------- alpha-beta
-
 _SIZES_BYTES = [10 ** (3 + step / 8) for step in range(57)]  # from 1 KB to 10 GB, eight to a decade
 
 
@@ -112,10 +106,7 @@ def ways(collective: str, world_size: int, link: Link) -> list[tuple[float, str,
 
 @checked
 def show_alpha_beta(world_size: Size, link: Link, title: str) -> None:
-    """Show the modelled time of an all-reduce over message size: flat where latency rules, then a slope.
-
-    The name of each way stands right of where it begins to be the fastest.
-    """
+    """Show the modelled time of an all-reduce over its size, with each way's name where it begins to be fastest."""
     crossover = crossover_bytes("all_reduce", world_size, link)
     latency_ms = 1e3 * collective_s("all_reduce", 0, world_size, link)
     found = ways("all_reduce", world_size, link)

@@ -11,8 +11,6 @@ from course_lib.plots.style import draw_arrows, labelled_box, picture_axes, writ
 from course_lib.plots.tiles import Tile, draw_tiles, ranks
 from course_lib.validate import Size, checked
 
-# ---------------------------------------------------------------- data parallelism as one picture
-
 _OWN_COLORS = tuple(OKABE_ITO[name] for name in ("sky", "green", "yellow", "purple"))  # of what only one rank has
 _REPLICA_ROWS = ("its sequences", "the model", "own gradient", "", "mean gradient", "new model")
 
@@ -49,14 +47,8 @@ def show_replicas(
         axes.set_title("Equal models, different sequences, one mean, equal models again")
 
 
-# ---------------------------------------------------------------- parameters falling into buckets
-
-
 def falls(sizes: Mapping[str, int], buckets: Sequence[Sequence[str]]) -> list[tuple[str, int, int, int]]:
-    """Return (name, where it lies, elements, bucket) of each parameter in model order.
-
-    Raises   ValueError if the buckets do not hold each parameter once
-    """
+    """Return (name, start, elements, bucket) in model order; raises ValueError unless buckets hold each name once."""
     bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
     if sorted(name for names in buckets for name in names) != sorted(sizes):
         raise ValueError("the buckets must hold each parameter once; give the names of `sizes`, each in one bucket")
@@ -89,9 +81,6 @@ def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], ti
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(title)
-
-
-# ---------------------------------------------------------------- elements on ranks, from row to row
 
 
 @dataclass(frozen=True)
@@ -141,10 +130,7 @@ def stage_1_rows(
     new_shards: Sequence[Sequence[float]],
     new_weights: Sequence[Sequence[float]],
 ) -> list[FlowRow]:
-    """Return the four moments of a step of stage 1, each value of a shard in its place among all elements.
-
-    Arguments   of each rank: its own gradient, its shards of the mean gradient and of the new weights, all new weights
-    """
+    """Return the four moments of a step of stage 1, shards in their places; arguments: what each rank has of each."""
 
     def in_place(shards: Sequence[Sequence[float]]) -> list[list[float | None]]:
         held = [[None] * sum(map(len, shards)) for _ in shards]

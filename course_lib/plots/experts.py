@@ -15,15 +15,10 @@ from course_lib.timing.rates import peak_flops, roofline_s
 from course_lib.units import UNITS, three_digits, unit_for
 from course_lib.validate import Index, Positive, Size, checked
 
-# ---------------------------------------------------------------- load
-
 
 @checked
 def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "") -> None:
-    """Show assignments that fell on each expert, with the mean, and hatched what a capacity drops.
-
-    Raises   ValueError if there is no load
-    """
+    """Show assignments by expert, with the mean, hatched what a capacity drops; raises ValueError without load."""
     if sum(load) == 0:
         raise ValueError(f"the load of {len(load)} experts is empty; give how many assignments fell on each expert")
     mean, computed = sum(load) / len(load), [min(tokens, capacity or tokens) for tokens in load]
@@ -38,9 +33,6 @@ def show_load(load: Sequence[int], capacity: Size | None = None, title: str = ""
     show_charts(said, columns("Assignments by expert", rows, "count", marks=marks, notes=notes))
 
 
-# ---------------------------------------------------------------- load while training
-
-
 @dataclass(frozen=True)
 class BalancePicture:
     """The load of each expert over the mean, step by step; the most loaded of a step, meaned over the last quarter."""
@@ -52,10 +44,7 @@ class BalancePicture:
 
 @checked
 def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
-    """From loads[step][expert], assignments that fell on each expert, to multiples of the step's mean.
-
-    Raises   ValueError if there is no step, or one without load
-    """
+    """From loads[step][expert] to multiples of a step's mean; raises ValueError without a step, or one without load."""
     if not loads or any(sum(step) <= 0 for step in loads):
         raise ValueError(f"got {len(loads)} steps; give loads[step][expert], with some load in each")
     relative = [[float(n) * len(step) / float(sum(step)) for n in step] for step in loads]
@@ -66,10 +55,7 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
 
 @checked
 def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale.
-
-    A thin line for each expert, the largest and the smallest of each step thick, and where all would be even.
-    """
+    """Show `{label: loads[step][expert]}`: each expert thin, the largest and the smallest thick, on one scale."""
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
     if not pictures:
         raise ValueError("loads is empty; give the loads of one run or more")
@@ -93,17 +79,6 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
         keys_below(figure, [plt.Line2D([], [], **look) for look in (most, least, line, even)])
 
 
-# ---------------------------------------------------------------- total and active parameters
-
-
-def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
-    """How large the part is that computes for one token."""
-    shares = [
-        f"{100 * active / total:.3g} % of {name}" for name, (total, active) in parameters.items() if active < total
-    ]
-    return "A token passes through " + (" and ".join(shares) or "every parameter")
-
-
 @checked
 def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
     """Show `{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
@@ -112,11 +87,11 @@ def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
         for name, (total, active) in parameters.items()
     }
     notes = {name: f" billion, {three_digits(active / 1e9)} active" for name, (_, active) in parameters.items()}
-    title = parameters_title(parameters)
+    shares = [
+        f"{100 * active / total:.3g} % of {name}" for name, (total, active) in parameters.items() if active < total
+    ]
+    title = "A token passes through " + (" and ".join(shares) or "every parameter")
     show_charts(title, bars("Billions of parameters", rows, "count", notes=notes))
-
-
-# ---------------------------------------------------------------- rows per expert and speed
 
 
 @checked
@@ -132,10 +107,7 @@ def grouped_share_of_peak(rows: Positive, d_model: Size, d_expert: Size, gpu: GP
 
 @checked
 def show_rows_per_expert(points: Mapping[str, float], d_model: Size, d_expert: Size, gpu: GPU) -> None:
-    """Show the modelled share of peak over rows per expert, with named points.
-
-    Raises   ValueError if there is no point, or one has less than a row
-    """
+    """Show the modelled share of peak over rows per expert; raises ValueError without a point, or below a row."""
     if not points or min(points.values()) < 1:
         raise ValueError(f"got {len(points)} points; give at least one, with at least 1 row each")
     rows = [2 ** (half / 2) for half in range(0, 27)]
@@ -155,14 +127,8 @@ def show_rows_per_expert(points: Mapping[str, float], d_model: Size, d_expert: S
         axes.set_title(f"With few rows an expert's matrix is read for little work ({gpu.name}, modelled)")
 
 
-# ---------------------------------------------------------------- who sends what to whom
-
-
 def bytes_sent(rows: Sequence[Sequence[int]], row_bytes: int) -> list[list[int]]:
-    """Return bytes from each rank to each other, from rows[src][dst] of row_bytes; the diagonal stays at home.
-
-    Raises   ValueError if the table is not square, or there are more ranks than the picture has room for
-    """
+    """Return bytes from rank to rank, 0 to itself, from rows[src][dst]; raises ValueError unless square, of 1 to 16."""
     count = len(rows)
     if any(len(row) != count for row in rows) or not 1 <= count <= 16:
         raise ValueError(f"got {count} rows; give a square table of 1 to 16 ranks: rows[src][dst]")
@@ -171,18 +137,13 @@ def bytes_sent(rows: Sequence[Sequence[int]], row_bytes: int) -> list[list[int]]
 
 @checked
 def show_traffic(rows: Sequence[Sequence[int]], row_bytes: Index, title: str) -> None:
-    """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes each, and beside it each rank's sum.
-
-    The fuller the colour, the more bytes.
-    """
+    """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes, fuller for more; and the sums."""
     sent = bytes_sent(rows, row_bytes)
     most, count = max(max(row) for row in sent) or 1, len(rows)
     unit = unit_for(most)
-    cells = [
-        [Tile(_digits(n / UNITS[unit]), mix(COMPUTE_COLOR, "#FFFFFF", 0.85 * (1 - n / most))) if src != dst
-         else Tile("", "#F2F2F2") for dst, n in enumerate(row)]
-        for src, row in enumerate(sent)
-    ]  # fmt: skip
+    cells = [[_cell(n / UNITS[unit], n / most) for n in row] for row in sent]
+    for rank, row in enumerate(cells):
+        row[rank] = Tile("", "#F2F2F2")
     with picture_panels(1, 2, 1.7 + 0.33 * count, title, width_ratios=(1.35, 1)) as (_, (left, right)):
         draw_tiles(left, cells, [str(rank) for rank in range(count)], fontsize=9)
         left.set_xticks([rank + 0.5 for rank in range(count)], range(count))
@@ -194,5 +155,5 @@ def show_traffic(rows: Sequence[Sequence[int]], row_bytes: Index, title: str) ->
         right.set_xlabel(f"sent by each rank ({unit})")
 
 
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
+def _cell(size: float, share: float) -> Tile:
+    return Tile(f"{size:,.{int(size < 9.95)}f}", mix(COMPUTE_COLOR, "#FFFFFF", 0.85 * (1 - share)))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 
 from course_lib.engines import ENGINES
 from course_lib.flops import attention_flops_per_token, attention_parameters, forward_flops_per_token, head_parameters
@@ -17,15 +18,12 @@ from course_lib.timing.layer import Case, known, layer_times
 from course_lib.timing.timelines import Lanes
 from course_lib.traffic import Call, calls, sent_bytes
 from course_lib.units import show_bytes, show_seconds
-from course_lib.validate import Index, checked
+from course_lib.validate import Index, checked, read_toml
 
 
 @checked
 def show_pipeline_memory(of_ranks: Iterable, gpus: Mapping[str, float] | Iterable[GPU], title: str) -> None:
-    """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
-
-    of_ranks   budgets of `memory.budget.budgets`, or {kind: bytes} of each rank
-    """
+    """Show memory by kind of a pipeline's ranks, budgets or {kind: bytes}, against GPUs or `{name: bytes}`."""
     rows = {f"pp {place}": kinds_of(rank) for place, rank in enumerate(of_ranks)}
     show_charts(title, bars(title, rows, marks=gpu_limits(gpus)))
 
@@ -42,27 +40,9 @@ def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float]) -> N
     show_charts("What a layout costs", bars(said, {"sent": sent_bytes}), bars(share, {"step": seconds}, "seconds"))
 
 
-# ---------------------------------------------------------------- one block with the collectives of all axes
-
 _GATHERS = tuple((axis, "parameters", "all_gather") for axis in ("data", "expert_dp"))
 _SCATTERS = tuple((axis, "gradients", "reduce_scatter") for axis in ("data", "expert_dp"))
-_FORWARD, _BACKWARD = (
-    tuple(("tp", f"layers {name}", collective) for collective in ("all_gather", "reduce_scatter"))
-    for name in ("forward", "backward")
-)
-BLOCK = {  # group by group: parts that compute, and beside them (axis, place, collective) as traffic/ lists calls
-    "forward": (
-        _GATHERS, (_FORWARD[0],), ("qkv",), ("attn", ("cp", "attention forward", "all_to_all")), ("out",),
-        (_FORWARD[1],), (_FORWARD[0],), ("route",), (("ep", "dispatch", "all_to_all"),), ("MoE",),
-        (("ep", "combine", "all_to_all"),), (_FORWARD[1],), (("pp", "activations", "send"),),
-    ),
-    "backward": (
-        _GATHERS, (_BACKWARD[0],), (("ep", "combine backward", "all_to_all"),), ("MoE",),
-        (("ep", "dispatch backward", "all_to_all"),), ("route",), (_BACKWARD[1],), (_BACKWARD[0],), ("out",),
-        ("attn", ("cp", "attention backward", "all_to_all")), ("qkv",), (_BACKWARD[1],),
-        (*_SCATTERS, ("pp", "gradients", "send")),
-    ),
-}  # fmt: skip
+BLOCK = read_toml(Path(__file__).with_name("block.toml"))
 _OFTEN = Counter(chain(*chain(*BLOCK.values())))  # how often a block calls each
 
 
@@ -98,9 +78,6 @@ def block_charts(run: Run, rank: int) -> list[Chart]:
 def show_block(run: Run, rank: Index, title: str) -> None:
     """Show a block with every collective of all axes, lane by lane; behind a lane the bytes that each call sends."""
     show_charts(title, *block_charts(run, rank))
-
-
-# ---------------------------------------------------------------- a step in time
 
 
 def seconds_of_block(run: Run, rank: int, cluster: Cluster) -> dict:

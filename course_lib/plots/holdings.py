@@ -5,11 +5,12 @@ from fractions import Fraction
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
+from course_lib.memory.budget import states_of
 from course_lib.memory.flats import layers_of
 from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import five_d_states
 from course_lib.palette import RANK_COLORS, mix
-from course_lib.plots.style import key, keys_below, labelled_box, picture_axes, write
+from course_lib.plots.style import key, labelled_box, picture_axes, write
+from course_lib.run import Run
 from course_lib.units import three_digits
 from course_lib.validate import checked
 
@@ -78,7 +79,7 @@ def shares_of(layout: Layout, parts: list[ModelPart], rank: int) -> list[Share]:
 def of_model(config: ModelConfig, layout: Layout, rank: int) -> tuple[float, float]:
     """Shares of the model that a rank has (parameters, optimizer), to the byte: with norms, padding and copies."""
     here, numel = layout.mesh.coordinates(rank), count_parameters(config)
-    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32")
+    states = states_of(Run(config, layout, config.max_seq_len, "fp32"), here["pp"], here["tp"])
     return states.parameters / (4 * numel), states.optimizer / (8 * numel)
 
 
@@ -108,10 +109,7 @@ def _percent(share: float) -> str:
 
 @checked
 def show_holdings(config: ModelConfig, layout: Layout) -> None:
-    """Show which share of each part of a model each rank holds: pale its parameters, strong its optimizer states.
-
-    Raises   ValueError if the model cannot lie so, or there are more ranks or layers than the picture has room for
-    """
+    """Show each rank's share of each part: parameters pale, optimizer states strong; raises ValueError without room."""
     layout.check_model(config)
     if layout.world_size > MOST_RANKS or config.num_layers > MOST_LAYERS:
         size = f"{layout.world_size} ranks and {config.num_layers} layers"
@@ -163,8 +161,10 @@ def _label(axes, edges: dict[ModelPart, tuple[float, float]], layout: Layout) ->
 def _legend(axes, layout: Layout, shares: list[Share]) -> None:
     color, stage = RANK_COLORS[0], layout.zero_stage
     if stage in (0, 3):
-        keys_below(axes, [key(color, "parameters, gradients, optimizer states")], 0.4, fontsize=8.5)
-        return
-    what = "optimizer states" if stage == 1 else "gradients, optimizer states"
-    strong = key(color, f"of these with {what}: {strong_in_pale(shares)}")
-    keys_below(axes, [key(mix(color, "#FFFFFF", _PALE), "parameters"), strong], 0.4, fontsize=8.5)
+        handles = [key(color, "parameters, gradients, optimizer states")]
+    else:
+        what = "optimizer states" if stage == 1 else "gradients, optimizer states"
+        strong = key(color, f"of these with {what}: {strong_in_pale(shares)}")
+        handles = [key(mix(color, "#FFFFFF", _PALE), "parameters"), strong]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4, "ncol": len(handles)}
+    axes.legend(handles=handles, fontsize=8.5, handlelength=1.4, columnspacing=1.4, **place)

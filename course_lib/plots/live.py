@@ -5,15 +5,13 @@ with LiveCurve("Loss of each step", steps=200) as curve:
 """
 
 import numbers
-import sys
 import time
-from collections.abc import Sequence
 from io import BytesIO
 
 import matplotlib.pyplot as plt
 
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES
-from course_lib.plots.style import FULL_WIDTH_IN, SHARPNESS, describe, picture_output, style
+from course_lib.plots.style import FULL_WIDTH_IN, SHARPNESS, describe, finish, in_notebook, picture_output, style
 from course_lib.validate import Size, checked
 
 REDRAW_S = 0.5
@@ -21,10 +19,7 @@ _SHARE = 0.1  # of the time, at most, that drawing takes from the training
 
 
 class LiveCurve:
-    """Curves of a number by step, one for each name that `add` is called with.
-
-    In a notebook one picture changes in place while the points come. The last one is drawn at the end of the `with`.
-    """
+    """Curves by step, one a name that `add` gets: a picture that changes in place, the last at the `with`'s end."""
 
     @checked
     def __init__(self, title: str, steps: Size | None = None):
@@ -34,16 +29,13 @@ class LiveCurve:
         self._next_s = time.monotonic() + REDRAW_S
 
     def add(self, name: str, value: float) -> None:
-        """Take the next value of the curve of that name; draw if the last picture is old enough.
-
-        A value that is not finite leaves a gap in the curve.
-        """
+        """Take a curve's next value, a gap if it is not finite; draw if the last picture is old enough."""
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"add is given {name!r} and {value!r}; give the name of a curve and one number")
         self.values.setdefault(name, []).append(float(value))
         start_s = time.monotonic()
         if start_s >= self._next_s:
-            if _notebook():
+            if in_notebook():
                 self._show()
             now_s = time.monotonic()
             self._next_s = now_s + max(REDRAW_S, (now_s - start_s) / _SHARE)
@@ -55,12 +47,10 @@ class LiveCurve:
         """Draw the last picture, after a failure, too: it shows how far the training came."""
         if not self.values:
             return
-        if _notebook():
+        if in_notebook():
             self._show()
         else:
-            figure = self.figure()
-            plt.show()
-            plt.close(figure)
+            finish(self.figure())
 
     def figure(self):
         """Draw what has come so far."""
@@ -68,8 +58,9 @@ class LiveCurve:
             figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.0))
             for index, (name, values) in enumerate(self.values.items()):
                 look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
-                smooth = _running_mean(values, max(1, (self.steps or len(values)) // 40))
-                steps = range(1, len(values) + 1)
+                steps, width = range(1, len(values) + 1), max(1, (self.steps or len(values)) // 40)
+                parts = [values[max(stop - width, 0) : stop] for stop in steps]  # a running mean of so many
+                smooth = [sum(part) / len(part) for part in parts]
                 if smooth != values:
                     axes.plot(steps, values, color=look["color"], linewidth=0.8, alpha=0.3)
                 axes.plot(steps, smooth, label=name, **look)
@@ -93,15 +84,3 @@ class LiveCurve:
             self._display_id = display(data, raw=True, metadata=metadata, display_id=True).display_id
         else:
             update_display(data, raw=True, metadata=metadata, display_id=self._display_id)
-
-
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return for each value the mean of it and those before it, `width` in all; fewer at the start."""
-    parts = [values[max(stop - width, 0) : stop] for stop in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
-
-
-def _notebook() -> bool:
-    """Whether a cell can show a picture that changes."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

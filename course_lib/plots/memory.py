@@ -5,19 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from matplotlib.patches import Patch
-
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR
+from course_lib.panels.one_gpu import kinds_of
 from course_lib.panels.svg import bars
 from course_lib.plots.concepts import show_charts
-from course_lib.plots.style import CENTRED, key, keys_below, panel_title, picture_axes, picture_panels, write
+from course_lib.plots.style import key, keys_below, panel_title, picture_axes, picture_panels, write
 from course_lib.units import UNITS, show_bytes, unit_for
 from course_lib.validate import checked
-
-# ---------------------------------------------------------------- memory over time
-
 
 _MOST_POINTS = 1500
 
@@ -44,20 +40,15 @@ def timeline_picture(timeline) -> TimelinePicture:
     if not times or not kinds:
         raise ValueError("the timeline holds no measurement; run at least one training step inside the tracker")
     totals = [sum(timeline.bytes_by_kind[kind][i] for kind in kinds) for i in range(len(times))]
-    kept = _highest_of_each_slice(totals, _MOST_POINTS)
+    slices = min(len(totals), _MOST_POINTS)
+    edges = [len(totals) * i // slices for i in range(slices + 1)]
+    highest = {max(range(start, stop), key=totals.__getitem__) for start, stop in pairwise(edges)}
+    kept = sorted(highest | {0, end})
     marks = [(bisect_left(times, at), name) for at, name in timeline.marks]
     stops = [start for start, _ in marks[1:]] + [end]  # a phase lasts until the next one, the last until the end
     phases = [(name, start, stop) for (start, name), stop in zip(marks, stops, strict=False) if stop > start]
     by_kind = {kind: [timeline.bytes_by_kind[kind][i] for i in kept] for kind in kinds}
     return TimelinePicture(kept, by_kind, phases, max(totals))
-
-
-def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
-    n = len(totals)
-    slices = min(n, max_points)
-    edges = [n * i // slices for i in range(slices + 1)]
-    kept = {max(range(start, stop), key=totals.__getitem__) for start, stop in pairwise(edges)}
-    return sorted(kept | {0, n - 1})
 
 
 def _stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
@@ -84,7 +75,7 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
         axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
         share = (stop - start) / width
         label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
-        axes.text((start + stop) / 2, peak * 1.22, label, **CENTRED, fontsize=8)
+        write(axes, (start + stop) / 2, peak * 1.22, label, fontsize=8)
         if label and label != name and name not in shortened:
             shortened.append(name)
     initials = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
@@ -105,17 +96,9 @@ def show_memory_timeline(timeline, title: str) -> None:
         axes.set_ylabel(f"tensors alive ({unit})")
         write(axes, end, peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", "right", va="bottom")
         _draw_phases(axes, picture, peak)
-        handles = [kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
+        handles = [key(KIND_COLORS[kind], kind, KIND_HATCHES[kind]) for kind in reversed(picture.bytes_by_kind)]
         axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.set_title(title, pad=16)
-
-
-def kind_patch(kind: str) -> Patch:
-    """Return the legend's entry of a kind of memory."""
-    return key(KIND_COLORS[kind], kind, KIND_HATCHES[kind])
-
-
-# ---------------------------------------------------------------- memory of one rank over a step
 
 
 @checked
@@ -136,22 +119,7 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
                     write(axes, start, 0.97 * top, f"{phase[0].upper()} ", "right", va="top")
         panels[0, 0].set_ylabel(f"tensors alive ({unit})")
         drawn = {kind for picture in pictures.values() for kind in picture.bytes_by_kind}
-        keys_below(figure, [kind_patch(kind) for kind in KINDS if kind in drawn])
-
-
-# ---------------------------------------------------------------- budgets against GPUs
-
-
-def kinds_of(budget) -> dict[str, int]:
-    """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`'s largest moment."""
-    if isinstance(budget, Mapping):
-        given = dict(budget)
-    else:
-        given = dict(budget.at_peak)
-        given["overhead"] = sum(getattr(budget, "overheads", {}).values())
-    if unknown := set(given) - set(KINDS):
-        raise ValueError(f"kinds {sorted(unknown)} have no colour; use {', '.join(KINDS)}")
-    return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
+        keys_below(figure, [key(KIND_COLORS[kind], kind, KIND_HATCHES[kind]) for kind in KINDS if kind in drawn])
 
 
 def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
@@ -175,10 +143,7 @@ def show_budgets(
     gpus: Mapping[str, float] | Iterable[GPU] = (),
     title: str = "What training needs, and what a GPU has",
 ) -> None:
-    """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
-
-    Stacked bars with their numbers, and one line per GPU: what reaches past it is out of memory.
-    """
+    """Show a budget, or `{label: budget}`, against GPUs, or `{name: bytes}`: what reaches past one is out of memory."""
     several = isinstance(budgets, Mapping) and not set(budgets) & set(KINDS)
     rows = {label: kinds_of(budget) for label, budget in (budgets if several else {"all": budgets}).items()}
     limits = gpu_limits(gpus)

@@ -40,10 +40,7 @@ def show_schedule(simulation: Simulation) -> None:
 
 @checked
 def show_schedules(simulations: Sequence[Simulation]) -> None:
-    """Show several simulated schedules one above the other, on one time axis; each says its bubbles.
-
-    Raises   ValueError if there is none
-    """
+    """Show simulated schedules one above the other on one time axis, with bubbles; raises ValueError without one."""
     if not simulations:
         raise ValueError("there is no simulation to draw; give at least one simulate(schedule, costs)")
     stop_s = max(one.makespan_s for one in simulations)
@@ -86,9 +83,6 @@ def show_messages(simulation: Simulation, title: str) -> None:
     show_charts(title, replace(chart, title=title, arrows=message_arrows(simulation)))
 
 
-# ---------------------------------------------------------------- what ranks did
-
-
 def in_order(traces: Traces) -> list[list[Span]]:
     """Return spans from as many ends as came before each to as many as have come with its own."""
     ends = sorted(span.stop_s for trace in traces for span in trace)
@@ -107,10 +101,7 @@ def show_trace(schedule: Schedule, traces: Traces, title: str) -> None:
 
 
 def from_zero(schedule: Schedule, traces: Traces) -> list[list[Span]]:
-    """Return traces from the moment at which the first instruction of all began.
-
-    Raises   ValueError if there is not one trace for each rank, or all are empty
-    """
+    """Return traces from the start of the first instruction; raises ValueError unless there is one for each rank."""
     if len(traces) != schedule.pp or not any(traces):
         raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
     first_s = min(span.start_s for trace in traces for span in trace)
@@ -125,10 +116,7 @@ def is_in_order(schedule: Schedule, traces: Traces) -> bool:
 
 @checked
 def show_measured(simulation: Simulation, traces: Traces) -> None:
-    """Show what ranks did and when, above the simulated schedule on one axis; simulate with the measured costs.
-
-    Raises   ValueError as `from_zero`
-    """
+    """Show what ranks did above the schedule, simulated with measured costs; raises ValueError as `from_zero`."""
     schedule, rows = simulation.schedule, from_zero(simulation.schedule, traces)
     measured_s = max(span.stop_s for row in rows for span in row)
     order = "Executed in the order drawn" if is_in_order(schedule, traces) else "NOT executed in the order drawn"
@@ -161,9 +149,6 @@ def measured_costs(schedule: Schedule, traces: Traces) -> Costs:
     input_s = [medians.get(("I", s), medians.get(("B", s), 0.0) / 2) for s in stages]
     weight_s = [medians.get(("W", s), medians.get(("B", s), 0.0) - input_s[s]) for s in stages]
     return Costs([medians["F", s] for s in stages], input_s, [max(seconds, 0.0) for seconds in weight_s])
-
-
-# ---------------------------------------------------------------- stages, what is in flight, bubble beside memory
 
 
 @checked
@@ -220,10 +205,7 @@ def show_live(simulation: Simulation) -> None:
 
 @checked
 def show_tradeoff(simulations: Sequence[Simulation]) -> None:
-    """Show the bubble of each schedule; behind it the most in flight on a rank, and the bubble without a barrier.
-
-    Raises   ValueError if there is no simulation
-    """
+    """Show bubbles, with the most in flight on a rank, and those without a barrier; raises ValueError for none."""
     rows = {one.schedule.name: {"bubble": one.bubble_of_ideal} for one in simulations}
     notes = {
         one.schedule.name: f", {percent(one.bubble_of_ideal_back_to_back)} step to step; {max(peaks_of(one)):.3g} kept"

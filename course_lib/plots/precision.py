@@ -11,8 +11,6 @@ from course_lib.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_IT
 from course_lib.plots.style import panel_title, picture_axes, picture_panels, plain_rows, write
 from course_lib.validate import Size, checked, one_of
 
-# ---------------------------------------------------------------- gradients in the range of a format
-
 
 @dataclass(frozen=True)
 class MagnitudePanel:
@@ -26,10 +24,7 @@ class MagnitudePanel:
 
 
 def magnitude_panels(magnitudes: Mapping, fmt: FloatFormat) -> list[MagnitudePanel]:
-    """Return a panel for each tensor of gradients: how its magnitudes lie in the range of a format.
-
-    A magnitude below half of the smallest number becomes zero.
-    """
+    """Return where each tensor's magnitudes lie in a format's range; below half of its smallest they become 0."""
     panels = []
     for title, tensor in magnitudes.items():
         size = tensor.detach().abs().flatten().double()
@@ -74,11 +69,6 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
         axes.set(xlim=(left, high + 6), xlabel="size of a gradient")
 
 
-# ---------------------------------------------------------------- fine-tuning
-
-_FROZEN_COLOR = "#D9D9D9"
-
-
 @checked
 def show_codes(codes: Mapping[str, Sequence[float]]) -> None:
     """Show the values of each code as ticks on a line from -1 to 1."""
@@ -98,7 +88,7 @@ def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]],
     said, xs = "One large number spoils the scale of its block only", range(len(numbers))
     with picture_panels(1, len(stored), 2.7, said, sharey=True, squeeze=False) as (figure, panels):
         for axes, (name, values) in zip(panels[0], stored.items(), strict=True):
-            axes.bar(xs, numbers, width=0.9, color=_FROZEN_COLOR, edgecolor=NEUTRAL_COLOR, label="number")
+            axes.bar(xs, numbers, width=0.9, color="#D9D9D9", edgecolor=NEUTRAL_COLOR, label="number")
             mark = {"color": OKABE_ITO["vermillion"], "markersize": 14, "markeredgewidth": 2.5}
             axes.plot(xs, values, "_", label="stored", **mark)
             for edge in range(block_size, len(numbers), block_size):

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
-import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.font_manager import fontManager
@@ -18,7 +17,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter
 
 from course_lib.language import language, told
-from course_lib.palette import RANK_COLORS, text_on
+from course_lib.palette import text_on
 from course_lib.validate import Positive, Share, Size
 
 Place = tuple[float, float]
@@ -27,62 +26,33 @@ FULL_WIDTH_IN = 8.5
 KOREAN_FONTS = (
     "NanumGothic", "Noto Sans CJK KR", "Noto Sans KR", "Apple SD Gothic Neo", "AppleGothic", "Malgun Gothic",
 )  # fmt: skip
-_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
-CENTRED = {"ha": "center", "va": "center"}  # of a text
-
-_STYLE = {
-    "figure.dpi": 80,
-    "savefig.dpi": 80,
-    "figure.constrained_layout.use": True,
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "hatch.linewidth": 0.6,
-    "lines.linewidth": 2,
-}
 
 
 def style():
     """The course's drawing settings, as a context manager: nothing is changed outside the `with`."""
-    return matplotlib.rc_context(_STYLE)
+    return plt.style.context(Path(__file__).with_name("course.mplstyle"))
+
+
+@contextmanager
+def picture_panels(
+    rows: Size, columns: Size, height_in: Positive, title: str = "", width_in: Positive = FULL_WIDTH_IN, **look
+) -> Iterator[tuple]:
+    """A figure and its panels, look as plt.subplots has it, in the course's style; shown under its title when drawn."""
+    with style():
+        figure, panels = plt.subplots(rows, columns, figsize=(width_in, height_in), **look)
+        try:
+            yield figure, panels
+        except BaseException:
+            plt.close(figure)
+            raise
+        finish(figure, title)
 
 
 @contextmanager
 def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Iterator[Axes]:
     """Axes of a figure of their own, in the course's style; the figure is shown when they are drawn."""
-    with style():
-        figure, axes = plt.subplots(figsize=(width_in, height_in))
-        with _closed_after_an_error(figure):
-            yield axes
-        finish(figure)
-
-
-@contextmanager
-def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = "", **look) -> Iterator[tuple]:
-    """The figure and its panels, in the course's style; the figure is shown under its title when they are drawn.
-
-    look   of the panels, as plt.subplots has it
-    """
-    with style():
-        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height_in), **look)
-        with _closed_after_an_error(figure):
-            yield figure, panels
-        finish(figure, title)
-
-
-@contextmanager
-def _closed_after_an_error(figure) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        plt.close(figure)
-        raise
+    with picture_panels(1, 1, height_in, width_in=width_in) as (_, axes):
+        yield axes
 
 
 def panel_title(axes, text: str, loc: str = "left") -> None:
@@ -100,13 +70,9 @@ def key(color: str, label: str, hatch: str = "", **look) -> Patch:
     return Patch(facecolor=color, label=label, hatch=hatch, **({"edgecolor": "white"} | look))
 
 
-def keys_below(axes_or_figure, handles: list, pad: float = 4.0, **look) -> None:
-    """Put a legend below axes, so far below them; or below all panels of a figure."""
-    look = {"handles": handles, "ncol": len(handles)} | look
-    if hasattr(axes_or_figure, "suptitle"):
-        axes_or_figure.legend(loc="outside lower center", **look)
-    else:
-        axes_or_figure.legend(borderaxespad=pad, **(_BELOW | look))
+def keys_below(figure, handles: list, **look) -> None:
+    """Put a legend below all panels of a figure."""
+    figure.legend(loc="outside lower center", **({"handles": handles, "ncol": len(handles)} | look))
 
 
 def plain_rows(axes, names: list[str], least: float = -0.6, most: float = -0.4) -> None:
@@ -121,31 +87,12 @@ def ground(color: str, pad: float = 1, alpha: Share = 1.0) -> dict:
     return {"facecolor": color, "edgecolor": "none", "pad": pad, "alpha": alpha}
 
 
-def rank_patches(count: Size) -> list[Patch]:
-    """The legend's entries of so many ranks."""
-    return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
-
-
-def labelled_box(
-    axes,
-    corner: tuple[float, float],
-    size: tuple[float, float],
-    color: str,
-    text: str = "",
-    fontsize: float = 8.5,
-    **look,
-) -> Text | None:
-    """Draw a filled box with its text in the middle, black or white, whichever reads better; return the text, if any.
-
-    look   of the box, as Rectangle has it; below a hatch the text has a plain ground
-    """
+def labelled_box(axes, corner: Place, size: Place, color: str, text: str = "", fontsize: float = 8.5, **look) -> None:
+    """Draw a box, look as Rectangle has it, with its text in the middle, black or white, whichever reads better."""
     axes.add_patch(Rectangle(corner, *size, **({"facecolor": color, "edgecolor": "white"} | look)))
-    if not text:
-        return None
-    behind = ground(color) if look.get("hatch") else None
-    text_look = CENTRED | {"fontsize": fontsize, "color": text_on(color), "bbox": behind}
-    middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
-    return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
+    if text:
+        middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
+        write(axes, *middle, text, fontsize=fontsize, color=text_on(color), zorder=look.get("zorder", 2) + 1)
 
 
 def draw_arrows(axes, ends: Iterable[tuple[Place, Place]], color: str = "#444444", **look) -> None:
@@ -159,23 +106,25 @@ SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice
 
 
 def finish(figure, title: str = "") -> None:
-    """Show the figure, under a title of all panels if there is one, and free it.
-
-    A figure that stays open is memory that a long notebook never gets back.
-    """
+    """Show the figure, under a title of all panels if there is one, and free it: an open one is memory lost."""
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     if language() != "en":
         speak_korean(figure)
-    ipython = sys.modules.get("IPython")  # the package draws without it, too
-    if ipython and hasattr(ipython.get_ipython(), "kernel"):
+    if in_notebook():
         buffer = BytesIO()
         figure.savefig(buffer, format="png", bbox_inches="tight", dpi=SHARPNESS * figure.dpi)
         data, metadata = picture_output(buffer.getvalue(), describe(figure), repr(figure))
-        ipython.display.display(data, raw=True, metadata=metadata)
+        sys.modules["IPython"].display.display(data, raw=True, metadata=metadata)
     else:
         plt.show()
     plt.close(figure)
+
+
+def in_notebook() -> bool:
+    """Whether a cell can show a picture that changes; the package draws without IPython, too."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 @cache
@@ -232,14 +181,12 @@ def describe(figure) -> str:
         "Vertical axis": [panel.get_ylabel() for panel in panels],
         "Colours": [text.get_text() for legend in legends for text in legend.get_texts()],
     }
-    words = {name: "; ".join(dict.fromkeys(filter(None, map(_one_line, texts)))) for name, texts in parts.items()}
-    words["Picture"] = words["Picture"] or "; ".join(_texts_in(panels)[:8])
+    words = {name: "; ".join(_distinct(texts)) for name, texts in parts.items()}
+    inside = [text.get_text() for panel in panels for text in panel.texts]
+    words["Picture"] = words["Picture"] or "; ".join(_distinct(inside)[:8])
     return " ".join(f"{name}: {text.rstrip('.')}." for name, text in words.items() if text)
 
 
-def _texts_in(panels) -> list[str]:
-    return list(dict.fromkeys(filter(None, (_one_line(text.get_text()) for panel in panels for text in panel.texts))))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _distinct(texts: Iterable[str]) -> list[str]:
+    """The texts that are not empty, each on one line and once."""
+    return list(dict.fromkeys(filter(None, (" ".join(text.split()) for text in texts))))

@@ -32,17 +32,9 @@ def ranks(count: int) -> list[str]:
     return [f"rank {rank}" for rank in range(count)]
 
 
-def _width_of(row: TileRow) -> float:
-    return sum(tile.width if isinstance(tile, Tile) else tile for tile in row)
-
-
-def draw_tiles(
-    axes, rows: Sequence[TileRow], names: Sequence[str] = (), *, pitch=1.0, height=1.0, fontsize=8.5
-) -> None:
-    """Draw rows downwards with their names at the left; nothing else is left of the axes.
-
-    pitch    from one row to the next, of which a tile takes `height`
-    """
+def draw_tiles(axes, rows: Sequence[TileRow], names: Sequence[str] = (), pitch=1.0, height=1.0, fontsize=8.5) -> None:
+    """Draw rows downwards, `pitch` from one to the next, names at the left; nothing else is left of the axes."""
+    right = 0.0
     for index, row in enumerate(rows):
         x = 0.0
         for tile in row:
@@ -50,10 +42,11 @@ def draw_tiles(
                 look = {"linewidth": 1.5} | tile.look
                 labelled_box(axes, (x, index * pitch), (tile.width, height), tile.color, tile.text, fontsize, **look)
             x += tile.width if isinstance(tile, Tile) else tile
+        right = max(right, x)
     middles = [index * pitch + height / 2 for index in range(len(names))]
     axes.set_yticks(middles, names)
     bottom = (len(rows) - 1) * pitch + height
-    axes.set(xlim=(-0.05, max(map(_width_of, rows)) + 0.05), ylim=(bottom + 0.05, -0.05), xticks=[])
+    axes.set(xlim=(-0.05, right + 0.05), ylim=(bottom + 0.05, -0.05), xticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
@@ -71,10 +64,7 @@ def draw_squares(axes, colors: Sequence[Sequence[str]], xlabel: str, ylabel: str
 
 @checked
 def show_squares(kinds: Mapping[str, Size], caption: str, title: str) -> None:
-    """Show {kind: numbers} as squares in columns of eight, so that areas are true; `caption` says what a square is.
-
-    Raises   ValueError if a kind has no colour
-    """
+    """Show {kind: numbers} as squares (`caption` says of what) in columns of 8; raises ValueError without a colour."""
     if not kinds or (unknown := set(kinds) - set(KIND_COLORS)):
         raise ValueError(f"kinds {sorted(unknown if kinds else [])} have no colour; use {', '.join(KIND_COLORS)}")
     rows, height = [[] for _ in range(8)], 8

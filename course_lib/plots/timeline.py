@@ -84,21 +84,14 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
 
 
 def in_order(spans: Sequence) -> list:
-    """Return the spans with the place of each start and stop among all of them in place of its seconds.
-
-    For what ranks do on a shared CPU: the order is that of GPUs, and the seconds mean nothing.
-    """
+    """Return spans with places in the order for seconds: of ranks on a shared CPU the order is that of GPUs."""
     moments = sorted({moment for span in spans for moment in (span.start_s, span.stop_s)})
     place = {moment: float(index) for index, moment in enumerate(moments)}
     return [replace(span, start_s=place[span.start_s], stop_s=place[span.stop_s]) for span in spans]
 
 
 def draw_overlap(axes, picture: OverlapPicture, names: Mapping[str, str] | None, only_order: bool) -> None:
-    """Draw the lanes; exposed communication is hatched and its sum is written.
-
-    names        what stands for which name
-    only_order   the picture has places `in_order`, and no seconds are shown
-    """
+    """Draw lanes, hatched what nothing hides; `names`: what stands for which, `only_order`: places, no seconds."""
     end_s = picture.end_s
     unit = time_unit_for(end_s)
     scale = TIME_UNITS[unit]
@@ -146,19 +139,14 @@ def _has_room(text: str, share: float) -> bool:
 
 
 def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
-    """What stands in the bars of each name: the name, if all its bars have room for it, or else a letter.
-
-    Raises   ValueError if there are fewer letters than names without room
-    """
+    """What stands in the bars of a name: it, if all have room, or a letter; raises ValueError beyond 26 letters."""
     shares: dict[str, float] = {}
     longest_s = max(picture.end_s for picture in pictures)
     for span in sorted((span for picture in pictures for span in picture.spans), key=lambda span: span.start_s):
         shares[span.name] = min(shares.get(span.name, 1.0), span.seconds / longest_s)
     without_room = [name for name, share in shares.items() if not _has_room(name, share)]
-    if len(without_room) > len(ascii_lowercase):
-        raise ValueError(
-            f"{len(without_room)} names have no room in their bars, and there are 26 letters; give keys=False"
-        )
+    if (count := len(without_room)) > len(ascii_lowercase):
+        raise ValueError(f"{count} names have no room in their bars, and there are 26 letters; give keys=False")
     letters = dict(zip(without_room, ascii_lowercase, strict=False))  # the alphabet is long enough
     return {name: name for name in shares} | letters
 

@@ -62,21 +62,17 @@ def bubble(
     if failing := unmet_conditions(name, pp, num_micro_batches, v, costs):
         raise ValueError(f"the closed form of {name!r} does not hold: {'; '.join(failing)}; simulate it instead")
     f, i, w = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
-    stage_s = f + i + w
+    stage_s, pair_s = f + i + w, costs.pair_s or 0.0
     ideal_s = num_micro_batches * stages_per_rank(name, v) * stage_s
-    if name == "naive":
-        idle_s = num_micro_batches * (pp - 1) * stage_s
-    elif name in ("afab", "1f1b", "interleaved"):
-        idle_s = (pp - 1) * stage_s
-    elif name == "zb_h1":
-        idle_s = (pp - 1) * (f + i - w)
-    elif name == "zb_h2":
-        idle_s = (pp - 1) * (f + i - 2 * w)
-    elif name == "zbv":
-        idle_s = 0.0
-    else:  # dualpipe_v: (PP / 2 - 1) (F&B + B - 3 W), where PP = 2 p and B = I + W; of the rank with most pairs
-        idle_s = (pp - 1) * (costs.pair_s + i - 2 * w)
-        ideal_s -= 2 * (num_micro_batches - pp) * (stage_s - costs.pair_s)
+    if name == "dualpipe_v":  # of the rank with most pairs
+        ideal_s -= 2 * (num_micro_batches - pp) * (stage_s - pair_s)
+    idle_s = (pp - 1) * {
+        "naive": num_micro_batches * stage_s,
+        "zb_h1": f + i - w,
+        "zb_h2": f + i - 2 * w,
+        "zbv": 0.0,
+        "dualpipe_v": pair_s + i - 2 * w,  # (PP / 2 - 1) (F&B + B - 3 W), where PP = 2 p and B = I + W
+    }.get(name, stage_s)
     if barrier and name in ("zb_h1", "zb_h2", "zbv"):  # the last rank starts (p - 1) F after the first
         idle_s = max(idle_s, (pp - 1) * f)
     return Bubble(idle_s, ideal_s)

@@ -28,9 +28,8 @@ from course_lib.schedules.instructions import from_lists as from_lists  # so tha
 from course_lib.schedules.instructions import from_text as from_text
 from course_lib.validate import Size, checked
 
+
 # --- one stage a rank
-
-
 def naive(pp: Size, num_micro_batches: Size) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank works, the others wait."""
     return _same_stage("naive", pp, [[op + str(i) for i in range(num_micro_batches) for op in "FB"]] * pp)
@@ -77,8 +76,6 @@ def _same_stage(name: str, pp: int, rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 # --- several stages a rank
-
-
 def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
     """1F1B with v stages a rank, in loops: pp micro-batches through one stage, then the same through the next.
 
@@ -106,8 +103,6 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
 
 
 # --- backward in two parts: I at once, since the stage before waits for it; W where the rank would otherwise wait
-
-
 def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     """1F1B with W delayed by as many micro-batches as the rank's number: no more memory than 1F1B.
 
@@ -238,9 +233,8 @@ def make(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> Schedule:
     Raises   ValueError for an unknown name, or sizes that the schedule cannot have
     """
     check_request(name, pp, num_micro_batches, v)
-    return (
-        interleaved_1f1b(pp, num_micro_batches, v) if name == "interleaved" else SCHEDULES[name](pp, num_micro_batches)
-    )
+    sizes = (pp, num_micro_batches, v) if name == "interleaved" else (pp, num_micro_batches)
+    return SCHEDULES[name](*sizes)
 
 
 @checked
@@ -257,8 +251,6 @@ def placement(name: str, pp: int, v: int = 1) -> tuple[int, ...]:
 
 
 # --- checks: before any process starts
-
-
 @checked
 def check_request(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> None:
     """Raises ValueError, saying what to choose, if `make` cannot give this schedule."""

@@ -43,8 +43,6 @@ def problems(schedule: Schedule, whole: bool = True) -> list[str]:
 
 
 # --- 1. everything once, at its place
-
-
 def _shape_problems(schedule: Schedule) -> list[str]:
     found = []
     if len(schedule.instructions) != schedule.pp:
@@ -77,9 +75,8 @@ def _once_problems(schedule: Schedule, whole: bool) -> Iterator[str]:
     times = Counter(one for row in schedule.instructions for one in row)
     for one, count in times.items():
         if count > 1:
-            places = " and ".join(
-                f"rank {rank}, place {place}" for rank, place, other in _placed(schedule) if other == one
-            )
+            there = [f"rank {rank}, place {place}" for rank, place, other in _placed(schedule) if other == one]
+            places = " and ".join(there)
             yield f"{one} is there {count} times ({places}); it must be once: its gradient would count again"
     for stage, rank in enumerate(schedule.rank_of_stage):
         for micro_batch in range(schedule.num_micro_batches):
@@ -90,8 +87,8 @@ def _once_problems(schedule: Schedule, whole: bool) -> Iterator[str]:
 
 def _repeated(times: Counter, micro_batch: int, stage: int, where: str) -> Iterator[str]:
     _, whole, inputs, weights = (Instruction(op, micro_batch, stage) for op in OPS)
-    if times[whole] and (times[inputs] or times[weights]):
-        part = inputs if times[inputs] else weights
+    part = inputs if times[inputs] else weights
+    if times[whole] and times[part]:
         yield f"{where}: {whole} is the whole backward, so {part} repeats a part of it; take out one of the two"
 
 
@@ -99,17 +96,17 @@ def _missing(times: Counter, micro_batch: int, stage: int, where: str) -> Iterat
     forward, whole, inputs, weights = (Instruction(op, micro_batch, stage) for op in OPS)
     if not times[forward]:
         yield f"{where}: {forward} is missing, the forward of micro-batch {micro_batch} by stage {stage}; add it"
-    if not times[whole] and not times[inputs] and not times[weights]:
+    if times[whole]:
+        return
+    if not times[inputs] and not times[weights]:
         yield f"{where}: {whole} is missing, the backward of micro-batch {micro_batch} by stage {stage}; add it"
-    elif not times[whole] and not times[weights]:
+    elif not times[weights]:
         yield f"{where}: {inputs} has no {weights}: the gradients of the weights are missing; add {weights} behind it"
-    elif not times[whole] and not times[inputs]:
+    elif not times[inputs]:
         yield f"{where}: {weights} has no {inputs}: the gradient of the input is missing; add {inputs} before it"
 
 
 # --- 2. nobody waits for ever
-
-
 def runnable_order(
     schedule: Schedule, joint: bool = False
 ) -> tuple[list[tuple[int, tuple[Instruction, ...]]], list[int]]:
@@ -203,8 +200,6 @@ def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instructi
 
 
 # --- 3. channels
-
-
 def _channel_problems(schedule: Schedule) -> Iterator[str]:
     """Channels whose two ends differ in the order of micro-batches."""
     for stage in range(schedule.num_stages - 1):
@@ -215,10 +210,8 @@ def _channel_problems(schedule: Schedule) -> Iterator[str]:
             ("gradients", "BI", stage + 1, stage),
         ):
             sent, taken = _micro_batches(schedule, ops, source), _micro_batches(schedule, ops, target)
-            if sent != taken:
-                index = next(
-                    index for index, (left, right) in enumerate(zip(sent, taken, strict=False)) if left != right
-                )  # one may have more
+            if sent != taken:  # one may have more
+                index = next(at for at, (left, right) in enumerate(zip(sent, taken, strict=False)) if left != right)
                 yield (
                     f"{what} from stage {source} (rank {schedule.rank_of_stage[source]}) to stage {target} (rank "
                     f"{schedule.rank_of_stage[target]}) are sent in the order {_listed(sent)} but taken in the order "
@@ -243,8 +236,6 @@ def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Instruction]]:
 
 
 # --- charts
-
-
 def chart_times(rows: Sequence[Sequence[str]], schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     """(start, stop) of each instruction of a chart's rows, in columns: "-" goes on with what stands left of it."""
     times = []

@@ -63,7 +63,6 @@ class Schedule(Checked):
 
     @cached_property
     def all(self) -> frozenset[Instruction]:
-        """Every instruction, of all ranks together."""
         return frozenset(instruction for row in self.instructions for instruction in row)
 
     @cached_property
@@ -82,8 +81,6 @@ class Schedule(Checked):
 
 
 # --- what follows from what
-
-
 def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
     """What must be done before: the stage before in F, the stage after in the backward, I before W."""
     op, micro_batch, stage = instruction.op, instruction.micro_batch, instruction.stage
@@ -99,8 +96,6 @@ def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
 
 
 # --- placements: which rank has which stage
-
-
 @checked
 def loop_placement(pp: Size, v: Size) -> tuple[int, ...]:
     """Stage s on rank s % pp: after the last rank the model goes on at the first."""
@@ -132,14 +127,10 @@ def from_lists(
     left out. Whether it can run is for schedule_check to say.
     Raises   ValueError for what cannot be read
     """
-    instructions = tuple(
-        tuple(
-            read_instruction(word, rank, f"rank {rank}, place {place}")
-            for place, word in enumerate(row)
-            if not is_idle(word)
-        )
-        for rank, row in enumerate(rows)
-    )
+    instructions = []
+    for rank, row in enumerate(rows):
+        placed = [(f"rank {rank}, place {place}", word) for place, word in enumerate(row) if not is_idle(word)]
+        instructions.append(tuple(read_instruction(word, rank, where) for where, word in placed))
     flat = [instruction for row in instructions for instruction in row]
     if not flat:
         raise ValueError("the schedule is empty; give one list of instructions a rank, such as [['F0', 'B0']]")
@@ -148,7 +139,7 @@ def from_lists(
         rank_of_stage = loop_placement(len(rows), max(1, -(-num_stages // len(rows))))
     if num_micro_batches is None:
         num_micro_batches = 1 + max(instruction.micro_batch for instruction in flat)
-    return Schedule(name, len(rows), num_micro_batches, tuple(rank_of_stage), instructions)
+    return Schedule(name, len(rows), num_micro_batches, tuple(rank_of_stage), tuple(instructions))
 
 
 @checked

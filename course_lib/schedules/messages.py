@@ -3,8 +3,7 @@
 `plan` says it for one rank, as data: parallel/executor.py does it, and the memory formula counts it.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from course_lib.schedules.instructions import Instruction, Schedule
@@ -54,7 +53,8 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
     sources = [_source(instruction, schedule) for instruction in row]
     to_come = {src: _sent(schedule, src, rank) for src in set(sources) - {None}}
     turn = {message: index for sent in to_come.values() for index, message in enumerate(sent)}
-    places = {src: _places_of_messages(schedule, src) for src in to_come}
+    needed = {src: _places(schedule, src, needed_by) for src in to_come}
+    given = {src: _places(schedule, src, given_by) for src in to_come}
     on_the_way: dict[Message, int] = {}  # what this rank has sent, and to whom
     posted: dict[int, int] = dict.fromkeys(to_come, 0)
     steps = []
@@ -68,9 +68,8 @@ def steps_of_rank(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
         needs, gives = needed_by(instruction, schedule), given_by(instruction, schedule)
         arrived = ()
         if (src := sources[place]) is not None:  # what went to src and was needed there before it made `needs`
-            needed, given = places[src]
             sent = (message for message, dst in on_the_way.items() if dst == src)
-            arrived = tuple(message for message in sent if needed[message] <= given[needs])
+            arrived = tuple(message for message in sent if needed[src][message] <= given[src][needs])
         for message in arrived:
             del on_the_way[message]
         dst = None if gives is None else schedule.rank_of_stage[gives[2]]
@@ -93,8 +92,5 @@ def _sent(schedule: Schedule, src: int, dst: int) -> list[Message]:
     return [message for message in given if message is not None and schedule.rank_of_stage[message[2]] == dst]
 
 
-def _places_of_messages(schedule: Schedule, rank: int) -> tuple[dict[Message | None, int], dict[Message | None, int]]:
-    """Where in a rank's list each message is needed, and where each is made."""
-    row = schedule.instructions[rank]
-    needed = {needed_by(instruction, schedule): place for place, instruction in enumerate(row)}
-    return needed, {given_by(instruction, schedule): place for place, instruction in enumerate(row)}
+def _places(schedule: Schedule, rank: int, message_of: Callable) -> dict[Message | None, int]:
+    return {message_of(one, schedule): place for place, one in enumerate(schedule.instructions[rank])}

@@ -9,7 +9,7 @@ transfer between ranks takes transfer_s, during which both compute on; transfers
 """
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -19,6 +19,7 @@ from course_lib.span import Span
 from course_lib.validate import Amount, Checked, Positive, checked
 
 _PerStage = Amount | Sequence[Amount]
+_Timed = list[tuple[Instruction, Span]]  # of a rank
 
 
 @dataclass(frozen=True)
@@ -37,38 +38,22 @@ class Costs(Checked):
     pair_s: Amount | None = None
 
     def seconds(self, instruction: Instruction) -> float:
-        """What the instruction takes."""
-        stage = instruction.stage
-        if instruction.op == "F":
-            return _of_stage(self.forward_s, stage)
-        if instruction.op == "I":
-            return _of_stage(self.input_backward_s, stage)
-        if instruction.op == "W":
-            return _of_stage(self.weight_backward_s, stage)
-        return _of_stage(self.input_backward_s, stage) + _of_stage(self.weight_backward_s, stage)
+        parts = {"F": [self.forward_s], "I": [self.input_backward_s], "W": [self.weight_backward_s]}
+        parts["B"] = parts["I"] + parts["W"]
+        return sum(_of_stage(part, instruction.stage) for part in parts[instruction.op])
 
     def check(self, num_stages: int) -> None:
         """Raises ValueError for no work at all, or a list of the wrong length."""
-        for name, length in (
-            ("forward_s", num_stages),
-            ("input_backward_s", num_stages),
-            ("weight_backward_s", num_stages),
-            ("transfer_s", num_stages - 1),
-        ):
-            value = getattr(self, name)
-            if _is_per_stage(value) and len(value) != length:
+        for name in ("forward_s", "input_backward_s", "weight_backward_s", "transfer_s"):
+            value, length = getattr(self, name), num_stages - (name == "transfer_s")
+            if isinstance(value, Sequence) and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} values, but {length} are needed; give those, or one number")
-        each = self.forward_s, self.input_backward_s, self.weight_backward_s
-        if not any(seconds > 0 for value in each for seconds in (value if _is_per_stage(value) else [value])):
+        if not any(self.seconds(Instruction(op, 0, stage)) > 0 for op in "FB" for stage in range(num_stages)):
             raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
 
 
-def _is_per_stage(value: _PerStage) -> bool:
-    return isinstance(value, Sequence)
-
-
 def _of_stage(value: _PerStage, stage: int) -> float:
-    return value[stage] if _is_per_stage(value) else value
+    return value[stage] if isinstance(value, Sequence) else value
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,6 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """All spans, rank by rank."""
         return tuple(span for row in self.rows for span in row)
 
     @cached_property
@@ -162,7 +146,7 @@ class Simulation:
         return tuple(max((count for _, count in row), default=0) for row in self.waiting)
 
     @property
-    def timed(self) -> list[list[tuple[Instruction, Span]]]:
+    def timed(self) -> list[_Timed]:
         """For each rank, each instruction beside its span."""
         return [list(zip(*row, strict=True)) for row in zip(self.schedule.instructions, self.rows, strict=True)]
 
@@ -178,7 +162,7 @@ class Simulation:
         return [max((held for _, held in row), default=0.0) for row in self.memory(live_bytes, waiting_bytes)]
 
 
-def _counts(row: list[tuple[Instruction, Span]], change_of_op: dict[str, int]) -> tuple[tuple[float, int], ...]:
+def _counts(row: _Timed, change_of_op: dict[str, int]) -> tuple[tuple[float, int], ...]:
     count, counts = 0, []
     for instruction, span in row:
         if change := change_of_op.get(instruction.op, 0):
@@ -187,9 +171,7 @@ def _counts(row: list[tuple[Instruction, Span]], change_of_op: dict[str, int]) -
     return tuple(counts)
 
 
-def _held_bytes(
-    row: list[tuple[Instruction, Span]], live_bytes: _PerStage, waiting_bytes: _PerStage
-) -> list[tuple[float, float]]:
+def _held_bytes(row: _Timed, live_bytes: _PerStage, waiting_bytes: _PerStage) -> list[tuple[float, float]]:
     held, changes = 0.0, []
     for instruction, span in row:
         live, waiting = _of_stage(live_bytes, instruction.stage), _of_stage(waiting_bytes, instruction.stage)
@@ -248,10 +230,15 @@ def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple, tuple]]:
     order, _ = runnable_order(schedule, joint)
     place_of = {one: place for place in reversed(range(len(order))) for one in order[place][1]}  # its first, if twice
     _check_all_ran(schedule, place_of)
-    return [
-        (rank, tuple((one.op, one.stage) for one in group), tuple(_awaited(group, schedule, place_of)))
-        for rank, group in order
-    ]
+    rank_of_stage, steps = schedule.rank_of_stage, []
+    for rank, group in order:
+        awaited = []
+        for one in group:
+            for need in (need for need in schedule.needed[one] if need not in group):
+                same_rank = rank_of_stage[need.stage] == rank_of_stage[one.stage]
+                awaited.append((place_of[need], -1 if same_rank else min(need.stage, one.stage)))
+        steps.append((rank, tuple((one.op, one.stage) for one in group), tuple(awaited)))
+    return steps
 
 
 def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
@@ -265,20 +252,7 @@ def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
         )
 
 
-def _awaited(
-    group: Sequence[Instruction], schedule: Schedule, place_of: dict[Instruction, int]
-) -> Iterator[tuple[int, int]]:
-    rank_of_stage = schedule.rank_of_stage
-    for instruction in group:
-        for need in schedule.needed[instruction]:
-            if need not in group:
-                same_rank = rank_of_stage[need.stage] == rank_of_stage[instruction.stage]
-                yield place_of[need], -1 if same_rank else min(need.stage, instruction.stage)
-
-
 # --- text
-
-
 @checked
 def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
     """A line a rank, a column a slot of time: F0 where it starts, "-" where it goes on, "." where the rank waits.
@@ -303,10 +277,8 @@ def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
             line[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
     width = max(len(cell) for line in chart for cell in line)
     digits = len(str(len(chart) - 1))
-    return "\n".join(
-        f"rank {rank:>{digits}}  " + " ".join(cell.ljust(width) for cell in line).rstrip()
-        for rank, line in enumerate(chart)
-    )
+    lines = [" ".join(cell.ljust(width) for cell in line).rstrip() for line in chart]
+    return "\n".join(f"rank {rank:>{digits}}  {line}" for rank, line in enumerate(lines))
 
 
 def _slot(seconds: float, slot_s: float) -> int:

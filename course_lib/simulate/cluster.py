@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from course_lib.config import MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload
 from course_lib.model import moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
@@ -36,14 +37,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What one step of one rank took.
-
-    peak_by_kind      what the peak was made of
-    states            parameters, gradients, optimizer: the most bytes of each at any time
-    sent_by_axis      bytes sent along each axis, as a ByteMeter with `engine.axes` counts them
-    flops             of matrix products and attention, recomputation included (tape.FlopMeter)
-    replayed          instructions that were taken from tape
-    """
+    """What one step of one rank took."""
 
     rank: int
     coordinates: dict[str, int]
@@ -51,10 +45,10 @@ class SimulatedRank:
     layers: int
     peak_bytes: int
     peak_by_kind: dict[str, int]
-    states: dict[str, int]
-    sent_by_axis: dict[str, int]
-    flops: int
-    replayed: int
+    states: dict[str, int]  # parameters, gradients, optimizer: the most bytes of each at any time
+    sent_by_axis: dict[str, int]  # as a ByteMeter with `engine.axes` counts them
+    flops: int  # of matrix products and attention, recomputation included (tape.FlopMeter)
+    replayed: int  # instructions that were taken from tape
     seconds: float
 
 
@@ -114,7 +108,7 @@ def simulate_rank(
     config, layout, (dtype, grad_dtype) = run.config, run.layout, SIMULATED.get(run.recipe) or engine_dtypes(run.recipe)
     with (
         fake_world(rank, layout.world_size),
-        replaced(moe, "choose", plan_assignments(skew)),
+        replaced(moe, "choose", partial(plan_assignments, skew=skew)),
         replaced(F, "scaled_dot_product_attention", lambda _: _flash_attention),
     ):
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
@@ -186,43 +180,22 @@ def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
     zero_gradients(params)
 
 
-# --- attention as a GPU computes it
-
-
-def _flash_attention(
-    q_BNSH: Tensor,
-    k_BKSH: Tensor,
-    v_BKSH: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What takes the place of `scaled_dot_product_attention`: the flash kernel of CUDA.
-
-    On a CPU PyTorch has no flash kernel with dropout, and would save the scores.
+def _flash_attention(q, k, v, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
+    """In place of `scaled_dot_product_attention`, which on a CPU has no flash kernel with dropout: that of CUDA.
 
     Bytes    saved for backward: q, k, v, the output, one FP32 number per row, the random numbers' seed and offset
     """
-    return torch.ops.aten._scaled_dot_product_flash_attention(
-        q_BNSH, k_BKSH, v_BKSH, dropout_p, is_causal, scale=scale
-    )[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
 
-# --- which experts tokens choose, without a router's numbers
-
-
-def plan_assignments(skew: float = 0.0) -> Callable[[Callable], Callable]:
+def plan_assignments(choose: Callable, skew: float = 0.0) -> Callable:
     """What takes the place of `moe.choose`: the router's own work, and then the plan's answer."""
 
-    def wrap(choose: Callable) -> Callable:
-        def planned(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
-            choose(score_TE, bias_E, config)  # its memory counts
-            return planned_assignment(len(score_TE), config, skew).to(score_TE.device)
+    def planned(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
+        choose(score_TE, bias_E, config)  # its memory counts
+        return planned_assignment(len(score_TE), config, skew).to(score_TE.device)
 
-        return planned
-
-    return wrap
+    return planned
 
 
 def planned_assignment(num_tokens: int, config: MoeConfig, skew: float = 0.0) -> Tensor:

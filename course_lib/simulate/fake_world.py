@@ -97,40 +97,25 @@ def made_by(func, args: tuple, kwargs: dict) -> torch.dtype:
 
 
 def let_arrive(func, args: tuple, kwargs: dict) -> None:
-    """Puts into the tensors of a collective what arrives if every rank brings what this one does."""
+    """Puts into the tensors of a collective what arrives if every rank brings what this one does.
+
+    Nothing arrives of a send or a barrier, and what a broadcast brings is here already.
+    """
     names = [arg.name for arg in func._schema.arguments]
     call = dict(zip(names, args, strict=False)) | kwargs  # those that are left out have defaults
-    arrive = _ARRIVALS.get(func._schema.name.removeprefix("c10d::"))
-    if arrive is not None:  # otherwise nothing arrives (send, barrier), or what is here already (broadcast)
-        group = dist.ProcessGroup.unbox(call["process_group"])
-        arrive(call, group.rank(), group.size())
-
-
-def _all_reduce(call: dict, rank: int, size: int) -> None:
-    """As a sum: PyTorch does not tell a mode which reduction it is. (Equal lengths stay equal.)"""
-    for x in call["tensors"]:
-        x.mul_(size)
-
-
-def _all_gather(call: dict, rank: int, size: int) -> None:
-    mine = call["input_tensor"].reshape(1, -1).clone()  # it may be a piece of the output
-    call["output_tensor"].view(size, -1).copy_(mine)
-
-
-def _reduce_scatter(call: dict, rank: int, size: int) -> None:
-    piece = call["output_tensor"]
-    piece.copy_(call["input_tensor"].reshape(size, -1)[rank].view_as(piece) * size)
-
-
-def _all_to_all(call: dict, rank: int, size: int) -> None:
-    sent = call["input"]
-    mine = (sent.split(call["input_split_sizes"]) if call["input_split_sizes"] else sent.chunk(size))[rank]
-    call["output"].copy_(torch.cat([mine] * size))
-
-
-_ARRIVALS = {
-    "allreduce_": _all_reduce,
-    "_allgather_base_": _all_gather,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "alltoall_base_": _all_to_all,
-}
+    group = dist.ProcessGroup.unbox(call["process_group"])
+    rank, size = group.rank(), group.size()
+    match func._schema.name.removeprefix("c10d::"):
+        case "allreduce_":  # as a sum: PyTorch does not tell a mode which reduction it is. (Equal lengths stay equal.)
+            for x in call["tensors"]:
+                x.mul_(size)
+        case "_allgather_base_":
+            one = call["input_tensor"].reshape(1, -1).clone()  # it may be a piece of the output
+            call["output_tensor"].view(size, -1).copy_(one)
+        case "_reduce_scatter_base_":
+            piece = call["output_tensor"]
+            piece.copy_(call["input_tensor"].reshape(size, -1)[rank].view_as(piece) * size)
+        case "alltoall_base_":
+            sent, sizes = call["input"], call["input_split_sizes"]
+            pieces = sent.split(sizes) if sizes else sent.chunk(size)
+            call["output"].copy_(torch.cat([pieces[rank]] * size))

@@ -75,7 +75,6 @@ class TapeTracker(MemoryTracker):
     """A tracker into whose record a stretch that it has seen can be put again."""
 
     def block_of(self, tensor: Tensor | None) -> _Block | None:
-        """What it knows of a tensor's storage."""
         return None if tensor is None else self._blocks.get(tensor.untyped_storage()._cdata)
 
     @property
@@ -86,24 +85,17 @@ class TapeTracker(MemoryTracker):
         """Notes once more that so many bytes of that kind came or went."""
         self._event(_Block("activations" if block.kind == _UNDECIDED else block.kind, 0, self._episode), change)
 
-    def enter_backward(self) -> None:
-        """What is alive now outlives the forward pass that made it."""
-        self._episode += 1
-
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result.
-
-    keeps_came   whether W needs what came for this I, as a linear's gradient; tp may have gathered it into another
-    """
+    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result."""
 
     changes: list[tuple[_Block, int]]
     result_block: _Block | None
     like: tuple | None  # (size, stride, dtype) of the result; None: it has none
     records: list[CommRecord]
     flops: int
-    keeps_came: bool = False
+    keeps_came: bool = False  # W needs what came for this I, as a linear's gradient; tp may have gathered it anew
 
 
 class Tape:
@@ -133,7 +125,8 @@ class Tape:
     def record(self, compute: Callable, executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
         """Runs the instruction, and puts what it did on tape. What came for it is a real tensor in a replay too."""
         others = self.others.setdefault((one.stage, one.micro_batch), [])  # W may free what came for I
-        others += [self.tracker.block_of(x) for x in (came, _x_of(executor, one))]
+        kept = executor.kept.get((one.stage, one.micro_batch))
+        others += [self.tracker.block_of(x) for x in (came, None if kept is None else kept.x)]
         if one.op == "F":
             self.held.pop(one.stage, None)
         events, records, flops = len(self.tracker.events), len(self.meter.records), self.flop_meter.flops
@@ -156,7 +149,7 @@ class Tape:
             executor.kept[place] = Kept(came, [], None)
             executor.peak_live = max(executor.peak_live, len(executor.kept))
         else:
-            self.tracker.enter_backward()
+            self.tracker._episode += 1  # what is alive now outlives the forward pass that made it
             executor.to_come[one.stage] -= 1
         for block, change in stretch.changes:
             if block is not stretch.result_block:
@@ -183,12 +176,6 @@ class Tape:
             moe.routing = None
         if freed := before - self.tracker.total_bytes:
             self.held[stage] = torch.empty(freed, dtype=torch.uint8, device=executor.device)
-
-
-def _x_of(executor: Executor, one: Instruction) -> Tensor | None:
-    """The input that a stage keeps of a micro-batch."""
-    kept = executor.kept.get((one.stage, one.micro_batch))
-    return None if kept is None else kept.x
 
 
 def waits(store: WeightGradientStore, came: Tensor | None) -> bool:

@@ -10,21 +10,15 @@ from typing import NamedTuple
 
 
 class HostRow(NamedTuple):
-    """One layout on two hosts: which axis lies inside them and which across, and a step as it was measured.
-
-    link_bytes      a host sent over the link, the one that sent more
-    formula_bytes   what the formulas of `traffic` have for the axis across, without headers of packets
-    link_s          the least that the link needs for these bytes
-    step_s          of the fastest of 4 steps, with its optimizer
-    """
+    """One layout on two hosts: which axis lies inside them and which across, and a step as it was measured."""
 
     layout: str
     inside: str
     across: str
-    link_bytes: int
-    formula_bytes: int
-    link_s: float
-    step_s: float
+    link_bytes: int  # a host sent over the link, the one that sent more
+    formula_bytes: int  # what the formulas of `traffic` have for the axis across, without headers of packets
+    link_s: float  # the least that the link needs for these bytes
+    step_s: float  # of the fastest of 4 steps, with its optimizer
 
 
 MEASURED_ON = "23 November 2026, 2 shared CPU cores, an emulated link of 4 MB/s"

@@ -43,6 +43,7 @@ TUNING: dict[tuple[str, str], Tuning] = {
     ("tree", "Simple"): Tuning(8.4, 4.0, 4.0, 14.0, 0.92),
     ("nvls", "Simple"): Tuning(0.0, 25.0, None, 20.9),
 }
+_PROTOCOLS = ("LL", "LL128", "Simple")
 _NETWORK_CALL_US = {"LL": 1.0, "LL128": 1.0, "Simple": 3.0}  # the least that any step costs once a network takes part
 _RINGS = ("all_reduce", "ring_all_reduce", "reduce_scatter", "all_gather")
 _CHAINS = ("broadcast", "reduce")
@@ -134,20 +135,15 @@ def collective_costs(name: str, world_size: Size, network: Link | Cluster, per_n
         return [Cost("none", "none", 0.0, inf)]
     if name in _MESSAGES:
         return [_messages(name, group)]
-    costs = [_ring(name, group, protocol) for protocol in (["plain"] if group.is_plain else _protocols_of("ring"))]
+    costs = [_ring(name, group, protocol) for protocol in (["plain"] if group.is_plain else _PROTOCOLS)]
     if name == "all_reduce" and not group.is_plain:
-        costs += [_tree(group, protocol) for protocol in _protocols_of("tree")]
-        costs += _in_the_switch(group)
-    most = _most_measured(name, group)
-    return [replace(cost, payload_bytes_per_s=min(cost.payload_bytes_per_s, most)) for cost in costs]
-
-
-def _most_measured(name: str, group: _Group) -> float:
-    """Payload rate that was measured over as many whole nodes; each GPU has a port, so fewer of a node get a share."""
+        costs += [*(_tree(group, protocol) for protocol in _PROTOCOLS), *_in_the_switch(group)]
     if group.nodes == 1 or not group.between.measured or name in _CHAINS:
-        return inf
+        return costs
+    # measured over as many whole nodes; each GPU has a port, so fewer of a node get a share
     bus = measured_bus_bandwidth(group.nodes, name.removeprefix("ring_"), group.between.curve)
-    return bus * group.per_node / MEASURED_PER_NODE / bus_factor(name, group.size)
+    most = bus * group.per_node / MEASURED_PER_NODE / bus_factor(name, world_size)
+    return [replace(cost, payload_bytes_per_s=min(cost.payload_bytes_per_s, most)) for cost in costs]
 
 
 @checked
@@ -155,8 +151,7 @@ def fastest(
     name: str, payload_bytes: Amount, world_size: Size, network: Link | Cluster, per_node: Size | None = None
 ) -> Cost:
     """The way to do a collective that takes least time for this payload, as NCCL chooses it."""
-    costs = collective_costs(name, world_size, network, per_node)
-    return min(costs, key=lambda cost: cost.seconds(payload_bytes))
+    return min(collective_costs(name, world_size, network, per_node), key=lambda cost: cost.seconds(payload_bytes))
 
 
 @checked
@@ -168,35 +163,26 @@ def collective_s(
     return fastest(name, payload_bytes, world_size, network, per_node).seconds(payload_bytes)
 
 
-def _protocols_of(algorithm: str) -> list[str]:
-    return [protocol for known, protocol in TUNING if known == algorithm]
-
-
 def _step_s(group: _Group, link: Link, algorithm: str, protocol: str) -> float:
     if protocol == "plain":
         return link.latency_s
     step_us = getattr(TUNING[algorithm, protocol], f"{link.kind}_us")
-    if group.nodes > 1:
-        step_us = max(step_us, _NETWORK_CALL_US[protocol])
-    return step_us * 1e-6
+    return (max(step_us, _NETWORK_CALL_US[protocol]) if group.nodes > 1 else step_us) * 1e-6
 
 
 def _rate(group: _Group, algorithm: str, protocol: str) -> float:
     """Bus bandwidth: a share of the ring's, with LL at most what the link allows it."""
     if protocol == "plain":
         return group.ring_bytes_per_s
-    share = TUNING[algorithm, protocol].bandwidth_share
-    if (algorithm, protocol, group.nodes) == ("tree", "LL128", 1):
-        share = 0.92 * 7 / 9
+    in_one_node = (algorithm, protocol, group.nodes) == ("tree", "LL128", 1)
+    share = 0.92 * 7 / 9 if in_one_node else TUNING[algorithm, protocol].bandwidth_share
     most = group.outermost.low_latency_bytes_per_s if protocol == "LL" else None
     return min(share * group.ring_bytes_per_s, most or inf)
 
 
 def _ring(name: str, group: _Group, protocol: str) -> Cost:
-    """A ring of G ranks crosses from node to node once a node; every other step stays inside.
-
-    With one rank in each node nothing else hides a step between nodes, and NCCL charges what a tree's costs.
-    """
+    """A ring of G ranks crosses from node to node once a node; every other step stays inside. With one rank in each
+    node nothing else hides a step between nodes, and NCCL charges what a tree's costs."""
     steps = collective_steps(name, group.size)
     crossing = 0 if group.nodes == 1 else steps * (group.nodes - 1) // (group.size - 1)
     exposed = "tree" if group.per_node == 1 and protocol != "plain" else "ring"
@@ -217,29 +203,23 @@ def _tree(group: _Group, protocol: str) -> Cost:
 
 
 def _in_the_switch(group: _Group) -> list[Cost]:
-    """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them.
-
-    A GPU gives its own payload to the switch and 1 / G of the sum, so no group of two gains. Two nodes exchange both
-    ways at once.
-    """
+    """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them. A GPU gives
+    its own payload to the switch and 1 / G of the sum, so no group of two gains. Two nodes exchange both ways at
+    once."""
     link, ranks = group.inside, group.per_node
     if link.switch_share is None or ranks == 1:
         return []
-    rate = link.switch_share * link.bytes_per_s
-    rate = min(rate, link.achieved_bytes_per_s * 2 * (ranks - 1) / (ranks + 1))
+    rate = min(link.switch_share * link.bytes_per_s, link.achieved_bytes_per_s * 2 * (ranks - 1) / (ranks + 1))
     latency_s = _step_s(group, link, "nvls", "Simple")
     if group.nodes > 1:
-        ports = ranks * group.between.achieved_bytes_per_s
-        rate = min(rate, ports * (2 if group.nodes == 2 else 1))
+        rate = min(rate, ranks * group.between.achieved_bytes_per_s * (2 if group.nodes == 2 else 1))
         latency_s += 2 * (group.nodes.bit_length() - 1) * _step_s(group, group.between, "nvls", "Simple")
     return [Cost("nvls", "Simple", latency_s, rate / bus_factor("all_reduce", group.size))]
 
 
 def _messages(name: str, group: _Group) -> Cost:
-    """Messages from each to each, one after the other; those inside a node pass while others leave by the port.
-
-    NCCL's model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves.
-    """
+    """Messages from each to each, one after the other; those inside a node pass while others leave by the port. NCCL's
+    model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves."""
     link, others = group.outermost, group.size - (1 if group.nodes == 1 else group.per_node)
     if name == "send":
         return Cost("message", "Simple", link.latency_s, link.achieved_bytes_per_s)
@@ -252,7 +232,6 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-# ------------------------------------------------------------------------------------ the calls of a layout
 @lru_cache(maxsize=1024)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.

@@ -53,7 +53,7 @@ def tokens_that_hide_a_gather(dp_size: Size, bytes_per_s: Positive, gpu: GPU, ut
 def crossing_s(
     link_bytes: Mapping[str, Bytes], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: Size = 1
 ) -> dict[str, float]:
-    """Seconds of each crossing of one rank's offloaded bytes, as `memory.zero.offload_link_bytes` predicts them.
+    """Seconds of each crossing of one rank's offloaded bytes, as `memory.states.offload_link_bytes` predicts them.
 
     Each GPU has a PCIe link of its own; a drive's rate is divided among `ranks_per_drive`. Latency is left out, and so
     is that many drives write at half the rate at which they read. One after the other they take the sum; at best as

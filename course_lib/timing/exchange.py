@@ -6,8 +6,7 @@ from functools import lru_cache
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_parameters, mlp_parameters
 from course_lib.memory.budget import states_of
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
+from course_lib.memory.states import offload_link_bytes, recipe_of, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.data import crossing_s
@@ -27,15 +26,21 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
     layout, zero_stage = case.run.layout, _zero_stage(case)
     seconds = {"gradients": 0.0, "parameters": 0.0, "after": 0.0}
+
+    def exchange_s(collective: str, size: float, ranks: int, axis: str) -> float:
+        if ranks == 1 or not size:
+            return 0.0
+        return network_s(case.cluster, collective, size, ranks, ranks_in_a_node(layout, case.cluster, axis))
+
     for experts, numel in enumerate(numel_of_rank(case.run, stages_of(case.run, case.engine), pp_rank)):
         axis = layout.shard_axes[experts]
         ranks = layout.expert_shard_size if experts else layout.shard_size
         for call in flat_calls(case.run, round(numel), ranks, zero_stage):  # all buckets as one
-            seconds[call.place] += call.count * _exchange_s(case, call.collective, call.payload_bytes, ranks, axis)
+            seconds[call.place] += call.count * exchange_s(call.collective, call.payload_bytes, ranks, axis)
         if layout.dp_replicate > 1:
             axis = "expert_replicate" if experts else "replicate"
             size = wire_grad_bytes(recipe_of(case.run.recipe)) * numel / ranks
-            seconds["after"] += _exchange_s(case, "all_reduce", size, layout.dp_replicate, axis)
+            seconds["after"] += exchange_s("all_reduce", size, layout.dp_replicate, axis)
     if zero_stage == 0:
         seconds["gradients"] *= 1 + (_CONTENTION - 1) * case.slowness**2
     if not case.engine.hides_data:
@@ -57,12 +62,6 @@ def _zero_stage(case: Case) -> int:
         return 0
     whole = case.engine.pipeline_grads_whole and layout.pp > 1
     return min(layout.zero_stage, 1) if whole else layout.zero_stage
-
-
-def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
-    if ranks == 1 or not size:
-        return 0.0
-    return network_s(case.cluster, collective, size, ranks, ranks_in_a_node(case.run.layout, case.cluster, axis))
 
 
 def numel_of_rank(run: Run, layers: Sequence[int], pp_rank: int) -> tuple[float, float]:

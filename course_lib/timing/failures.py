@@ -25,16 +25,11 @@ _MOST_EXPONENT = 500.0  # e to this power is still a number
 
 @dataclass(frozen=True)
 class Failures:
-    """What decides when to save, in seconds.
+    """What decides when to save, in seconds."""
 
-    mtbf_s      between failures of the whole job, on average: of any of its GPUs
-    save_s      for which training stands still while it saves
-    restart_s   from a failure until training goes on, without the work that is done again
-    """
-
-    mtbf_s: Positive
-    save_s: Positive
-    restart_s: Amount = 0.0
+    mtbf_s: Positive  # between failures of the whole job, on average: of any of its GPUs
+    save_s: Positive  # for which training stands still while it saves
+    restart_s: Amount = 0.0  # from a failure until training goes on, without the work that is done again
 
     def __post_init__(self) -> None:
         check_fields(self)

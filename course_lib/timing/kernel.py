@@ -1,7 +1,5 @@
 """What kernels ask memory for, by arithmetic; what a GPU does with it: roofline and occupancy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from course_lib.hardware import GPU, peak_flops
@@ -44,23 +42,18 @@ def three_kernel_bytes(heads: Size, seq_len: Size, head_dim: Size, tile: Size, i
 
 @dataclass(frozen=True)
 class Roof(Checked):
-    """A kernel under the roofline of a GPU, with bf16 products: modelled, with peak rates.
-
-    intensity   FLOP a byte
-    ridge       FLOP a byte from which a kernel can be bound by computing
-    seconds     least time, as if computing and moving hid each other: that of the clock (timing/rates.py)
-    """
+    """A kernel under the roofline of a GPU, with bf16 products: modelled, with peak rates."""
 
     gpu: GPU
     flops: Amount
     num_bytes: Positive
 
     @property
-    def intensity(self) -> float:
+    def intensity(self) -> float:  # FLOP a byte
         return self.flops / self.num_bytes
 
     @property
-    def ridge(self) -> float:
+    def ridge(self) -> float:  # FLOP a byte from which a kernel can be bound by computing
         return peak_flops(self.gpu) / self.gpu.memory_bytes_per_s
 
     @property
@@ -68,7 +61,7 @@ class Roof(Checked):
         return "computing" if self.intensity >= self.ridge else "memory"
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float:  # least, as if computing and moving hid each other: that of the clock
         return roofline_s(self.flops, self.num_bytes, self.gpu)
 
 
@@ -76,22 +69,18 @@ class Roof(Checked):
 class Multiprocessor(Checked):
     """What the programs on one multiprocessor (SM) share, what one of them may have, and how many a GPU has.
 
-    count         SMs of a GPU
-    l2_bytes      the cache that all SMs share
-    lanes_bytes   that shared memory delivers to an SM in a clock: 32 banks of 4
-
     Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100), 10.0 (B200). Count
     and L2: whitepapers "NVIDIA H100 (A100) Tensor Core GPU Architecture"; B200 as Chips and Cheese reports them (2025)
     """
 
     name: str
-    count: Size = 132
-    l2_bytes: Bytes = 50 * 2**20
+    count: Size = 132  # SMs of a GPU
+    l2_bytes: Bytes = 50 * 2**20  # the cache that all SMs share
     registers: Size = 65_536  # of 4 bytes
     shared_bytes: Bytes = 228 * 1024
     threads: Size = 2048
     reserved_bytes: Bytes = 1024  # of shared memory, for each program
-    lanes_bytes: Size = 128
+    lanes_bytes: Size = 128  # that shared memory delivers to an SM in a clock: 32 banks of 4
 
 
 HOPPER = Multiprocessor("Hopper")

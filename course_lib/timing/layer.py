@@ -1,7 +1,5 @@
 """One layer of one micro-batch on one rank, forward and backward: what computes, what is launched, what is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,7 +17,7 @@ from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, pea
 from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
-from course_lib.memory.zero import Offload
+from course_lib.memory.states import Offload
 from course_lib.run import Run
 from course_lib.timing.collectives import bus_factor, calls_s, collective_s, ranks_in_a_node
 from course_lib.timing.context import attention_time
@@ -80,7 +78,7 @@ class Times:
     def compute_s(self) -> float:
         return self.total_s - self.launches_s - self.tp_s - self.cp_s - self.ep_s
 
-    def plus(self, other: Times, times: int = 1) -> Times:
+    def plus(self, other: "Times", times: int = 1) -> "Times":
         return Times(*(getattr(self, name) + times * getattr(other, name) for name in NAMES))
 
 
@@ -222,9 +220,6 @@ def ends_times(known: Known, first: bool, last: bool) -> Times:
     return Times(forward_s + tp_s / 2, input_s + tp_s / 2, weight_s, tp_s=tp_s)
 
 
-# ---- computing
-
-
 def _matmul_share(case: Case, rows: float | None = None, width: float | None = None) -> float:
     """Share of the GPU's peak that products reach: less with few rows or in a narrow matrix, and under a power cap."""
     half, width, rows = case.rates.half_width, width or case.run.config.d_model, rows or case.tokens
@@ -289,9 +284,6 @@ def repeated_flops(run: Run) -> int:
     """FLOPs of a step that recomputation of operators does again."""
     linear = 2 * (matmul_parameters(run.config) - head_parameters(run.config))
     return round(run.layout.sequences_per_step * run.seq_len * linear * _repeated(run.config))
-
-
-# ---- communication inside a layer
 
 
 def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:

@@ -38,29 +38,22 @@ RANGES: dict[str, tuple[float, float]] = {
 class Rates:
     """The clock's constants: seven are fitted to measured runs, each within its range; two are read off pairs of runs.
 
-    matmul_share      of a GPU's dense peak that products of wide matrices with many rows reach (0 to 1)
-    half_width        rows, or features, with which products reach half of that
-    small_passes      times that small operations go over what a layer reads, forward and backward, a kernel each
-    layer_launch_ms   least milliseconds of a layer, forward and backward, a kernel for each operation: launches
-    tp_wait_ms        milliseconds of a layer's least time more for each rank of tp, where ranks wait for each other:
-                      in a pipeline over nodes of a measured network, and on many nodes of it
-    tp_hop_ms         milliseconds that a collective of tp waits for each node of a measured network that it goes over
-    stall_s           seconds that a micro-batch waits at each neighbour of a stage, on as many nodes as were measured
-
-    fused             of small operations' bytes and launches that are left where they are fused: torchtitan's table 1
-                      with and without torch.compile (5,762 and 6,667 tokens/s)
-    fp8_gain          of FP8 products over BF16 ones, casts and scales counted in: the same table (6,667 and 8,532)
+    fused and fp8_gain: torchtitan's table 1, without and with torch.compile (5,762 and 6,667 tokens/s), and with FP8
+    (8,532), casts and scales counted in.
     """
 
-    matmul_share: Amount = 0.6755
-    half_width: Amount = 228.5
-    small_passes: Amount = 14.01
-    layer_launch_ms: Amount = 4.107
-    tp_wait_ms: Amount = 2.372
-    tp_hop_ms: Amount = 0.2851
-    stall_s: Amount = 0.5611
-    fused: Amount = 0.23
-    fp8_gain: Amount = 1.5
+    matmul_share: Amount = 0.6755  # of a GPU's dense peak that products of wide matrices with many rows reach (0 to 1)
+    half_width: Amount = 228.5  # rows, or features, with which products reach half of that
+    small_passes: Amount = 14.01  # of small operations over what a layer reads, forward and backward, a kernel each
+    layer_launch_ms: Amount = (
+        4.107  # least time of a layer, forward and backward, a kernel for each operation: launches
+    )
+    # of a layer's least time more for each rank of tp, where ranks wait for each other: in a pipeline over nodes of a
+    tp_wait_ms: Amount = 2.372  # measured network, and on many nodes of it
+    tp_hop_ms: Amount = 0.2851  # that a collective of tp waits for each node of a measured network that it goes over
+    stall_s: Amount = 0.5611  # that a micro-batch waits at each neighbour of a stage, on as many nodes as were measured
+    fused: Amount = 0.23  # of small operations' bytes and launches that are left where they are fused
+    fp8_gain: Amount = 1.5  # of FP8 products over BF16 ones
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,14 +67,11 @@ RATES = Rates()  # docs/PREDICTOR.md
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Shares of the GPU's peak that products and attention's kernel reach while they run; on H100 0.5 to 0.6 is good.
-
-    causal      whether attention's kernel skips the pairs that a causal mask forbids
-    """
+    """Shares of the GPU's peak that products and attention's kernel reach while they run; H100: 0.5 to 0.6 is good."""
 
     matmul: Share = 0.5
     attention: Share = FLASH_ATTENTION_2
-    causal: bool = True
+    causal: bool = True  # whether attention's kernel skips the pairs that a causal mask forbids
 
     def __post_init__(self) -> None:
         check_fields(self)

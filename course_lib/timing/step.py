@@ -43,11 +43,7 @@ from course_lib.validate import Size, checked
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s.
-
-    model_flops    of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
-    causal_flops   with the half of attention's scores that a causal mask leaves
-    """
+    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s."""
 
     compute_s: float
     launches_s: float
@@ -61,8 +57,8 @@ class StepTime:
     update_s: float
     num_tokens: int
     num_gpus: int
-    model_flops: float
-    causal_flops: float
+    model_flops: float  # of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
+    causal_flops: float  # with the half of attention's scores that a causal mask leaves
     peak_flops_per_s: float
 
     @property
@@ -107,16 +103,20 @@ def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", 
     """Model one optimizer step of a run."""
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
-    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *(getattr(layout, name) for name in _OF_A_PIPELINE)))
-    spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in _SPENT}
+    of_pipeline = (getattr(layout, name) for name in ("pp", "schedule", "v", "micro_batches", "layers_of_stage"))
+    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *of_pipeline))
+    of_layers = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
+    spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in of_layers}
     data_s = max(exposed_data_s(case, ranks[pp_rank], pp_rank) for pp_rank in {0, layout.pp - 1})
     num_tokens = layout.sequences_per_step * run.seq_len
     frozen = 2 * matmul_parameters(config) if run.lora else 0  # FLOPs a token of weights' gradients that nobody makes
+    # messages that a micro-batch waits for: at each neighbour of a stage, and while the pipeline fills
+    waits = layout.micro_batches * min(2, layout.pp - 1) * layout.stages_per_rank + max(0, layout.pp - 2)
     return StepTime(
         **spent,
         bubble_s=bubble_s,
         transfer_s=2 * (layout.num_stages - 1) * _transfer_s(case),
-        waiting_s=_message_waits(layout) * rates.stall_s * case.slowness,
+        waiting_s=waits * rates.stall_s * case.slowness,
         data_s=data_s,
         update_s=update_s(case),
         num_tokens=num_tokens,
@@ -127,29 +127,15 @@ def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", 
     )
 
 
-_OF_A_PIPELINE = ("pp", "schedule", "v", "micro_batches", "layers_of_stage")
-
-
 @lru_cache(maxsize=1024)
 def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
     """Each rank's micro-batch, the busiest rank, what it waits for: layouts that differ in ZeRO have them in common."""
-    layout, stages, ranks = known.of.run.layout, _stage_times(known.of), []
-    for rank in range(layout.pp):
-        times = Times()
-        for stage in layout.stages_of_rank(rank):
-            times = times.plus(stages[stage])
-        ranks.append(times)
+    layout, ranks = known.of.run.layout, [Times()] * known.of.run.layout.pp
+    for rank, times in zip(layout.rank_of_stage, _stage_times(known.of), strict=True):
+        ranks[rank] = ranks[rank].plus(times)
     return ranks, *_pipeline(layout, ranks)
 
 
-def _message_waits(layout: Layout) -> int:
-    """Messages that a micro-batch waits for: at each neighbour of a stage, and while the pipeline fills."""
-    if layout.pp == 1:
-        return 0
-    return layout.micro_batches * min(2, layout.pp - 1) * layout.stages_per_rank + layout.pp - 2
-
-
-# ------------------------------------------------------------------------------------ the pipeline
 def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     """The rank that decides how long a step takes, and the seconds that it waits for other ranks."""
     if layout.pp == 1:
@@ -185,12 +171,10 @@ _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward
 
 
 def _one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
-    """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it.
-
-    slots: seconds of each stage, forward and backward of one micro-batch. A stage first waits for stages before it.
-    Then it runs ahead, one micro-batch for each stage behind it, and waits for the first gradient if that comes later;
-    and again for the last one. A backward takes twice as long as a forward.
-    """
+    """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it. slots: seconds of
+    each stage, forward and backward of one micro-batch. A stage first waits for stages before it. Then it runs ahead,
+    one micro-batch for each stage behind it, and waits for the first gradient if that comes later; and again for the
+    last one. A backward takes twice as long as a forward."""
     found, before, total = [], 0.0, sum(slots)
     for stage, slot in enumerate(slots):
         behind, ahead = total - before - slot, len(slots) - 1 - stage
@@ -220,9 +204,6 @@ def _transfer_s(case: Case) -> float:
     link = case.cluster.inside if near else case.cluster.between
     size = 2 * case.tokens * case.run.config.d_model / (layout.tp if layout.sequence_parallel else 1)
     return link.latency_s + size / link.achieved_bytes_per_s
-
-
-_SPENT = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
 
 
 def _stage_times(case: Case) -> list[Times]:

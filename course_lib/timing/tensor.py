@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token, attention_parameters, mlp_parameters
 from course_lib.hardware import Cluster
-from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.timing.collectives import collective_s, ranks_in_a_node
@@ -33,7 +32,7 @@ def backward_of_scores(run: Run) -> float:
 def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> list[LayerPart]:
     """Model the two parts of a dense layer for one micro-batch."""
     config, layout = run.config, run.layout
-    tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) / layout.tp
+    tokens = layout.micro_batch * (run.seq_len // layout.cp) / layout.tp
     rows = {"attention": config.d_model * config.num_heads * config.value_dim, "MLP": config.d_model * config.d_ff}
     parameters = {"attention": attention_parameters(config), "MLP": mlp_parameters(config)}
     scores_flops = attention_flops_per_token(replace(config, num_layers=1, moe=None), run.seq_len, utilisation.causal)
@@ -49,7 +48,7 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
 def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one sum of a layer's activations, and of one gather: 0 without sequence parallelism."""
     layout = run.layout
-    tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp)
+    tokens = layout.micro_batch * (run.seq_len // layout.cp)
     payload_bytes = tokens * run.config.d_model * recipe_of(run.recipe).compute_bytes
     per_node = ranks_in_a_node(layout, cluster, "tp")
     names = ("reduce_scatter", "all_gather") if layout.sequence_parallel else ("all_reduce",)

@@ -1,7 +1,5 @@
 """Timelines of one rank: spans on a lane that computes and one that communicates or copies, and what hides what."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from course_lib.hardware import Cluster, Link

@@ -11,52 +11,36 @@ from typing import Literal
 
 from course_lib.validate import Bytes, Checked, Count, Index, Size, checked
 
+_LEFT_OUT = {"all_reduce": (0, 1), "reduce_scatter": (0,), "all_gather": (1,), "all_to_all": (0,)}
+
 
 @checked
-def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in a ring all-reduce, 2 (G - 1) / G of the payload: each phase leaves out one piece."""
-    scattered = reduce_scatter_bytes(payload_bytes, world_size, rank, itemsize)
-    return scattered + all_gather_bytes(payload_bytes, world_size, rank, itemsize)
+def collective_bytes(
+    collective: Literal[tuple(_LEFT_OUT)], payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4
+) -> int:
+    """Count what a rank sends: each phase passes the payload on but for one piece, (G - 1) / G of it.
 
-
-def reduce_scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in a reduce-scatter: (G - 1) / G of its input, all but the piece that it keeps."""
-    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
-
-
-def all_gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in an all-gather: (G - 1) / G of the result, all but its right neighbour's piece."""
-    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank + 1, itemsize)
-
-
-def all_to_all_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in an all-to-all of equal pieces: (G - 1) / G of its input."""
-    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
-
-
-def broadcast_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src: Index = 0) -> int:
-    """Count what a rank sends in a broadcast along the chain src, src + 1, ...: the payload; the last sends nothing."""
-    return 0 if (rank + 1) % world_size == src else payload_bytes
-
-
-def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int) -> int:
-    """Piece `index` of world_size, cut as `tensor_split` cuts: the first ones have one element more."""
+    A reduce-scatter leaves out the piece that the rank keeps, an all-gather its right neighbour's; an all-reduce is
+    both. Pieces are cut as `tensor_split` cuts: the first ones have one element more.
+    """
     if payload_bytes % itemsize != 0:
         raise ValueError(
             f"payload_bytes ({payload_bytes}) must be a multiple of itemsize ({itemsize}); "
             "give the itemsize of the dtype, such as 2 for bf16"
         )
-    quotient, remainder = divmod(payload_bytes // itemsize, world_size)
-    return (quotient + (index % world_size < remainder)) * itemsize
+    length, longer = divmod(payload_bytes // itemsize, world_size)
+    pieces = (length + ((rank + step) % world_size < longer) for step in _LEFT_OUT[collective])
+    return sum(payload_bytes - piece * itemsize for piece in pieces)
+
+
+def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
+    """Count what a rank sends in a ring all-reduce, 2 (G - 1) / G of the payload: each phase leaves out one piece."""
+    return collective_bytes("all_reduce", payload_bytes, world_size, rank, itemsize)
 
 
 @dataclass(frozen=True)
 class Call(Checked):
-    """`count` equal calls of one collective in one step; `place` says where in the step.
-
-    src      the rank of the group that broadcasts
-    to_one   whether all of an all-to-all goes to one other rank, as one step of a ring does
-    """
+    """`count` equal calls of one collective in one step; `place` says where in the step."""
 
     place: str
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send"]
@@ -64,8 +48,8 @@ class Call(Checked):
     group_size: Size
     itemsize: Size
     count: Count = 1
-    src: Index = 0
-    to_one: bool = False
+    src: Index = 0  # the rank of the group that broadcasts
+    to_one: bool = False  # whether all of an all-to-all goes to one other rank, as one step of a ring does
 
 
 @checked
@@ -93,18 +77,10 @@ def _added(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
     return totals
 
 
-_SENT = {
-    "all_reduce": ring_all_reduce_bytes,
-    "reduce_scatter": reduce_scatter_bytes,
-    "all_gather": all_gather_bytes,
-    "all_to_all": all_to_all_bytes,
-}
-
-
 def _sent_by(call: Call, rank: int) -> int:
     rank %= call.group_size
-    if call.collective == "broadcast":
-        return broadcast_bytes(call.payload_bytes, call.group_size, rank, call.src)
+    if call.collective == "broadcast":  # along the chain src, src + 1, ...: the last sends nothing
+        return 0 if (rank + 1) % call.group_size == call.src else call.payload_bytes
     if call.to_one or call.collective == "send":
         return call.payload_bytes
-    return _SENT[call.collective](call.payload_bytes, call.group_size, rank, call.itemsize)
+    return collective_bytes(call.collective, call.payload_bytes, call.group_size, rank, call.itemsize)

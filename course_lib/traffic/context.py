@@ -16,8 +16,7 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 
 from dataclasses import replace
 
-from course_lib.memory.ranks import kv_block_bytes, narrow, tokens_of_rank
-from course_lib.memory.states import recipe_of
+from course_lib.memory.states import kv_block_bytes, narrow, recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
@@ -36,29 +35,23 @@ def attention_calls(run: Run) -> list[Call]:
     return (_ulysses if run.layout.cp_method == "ulysses" else _blocks)(run, passes)
 
 
-Passes = list[tuple[str, int]]  # of a layer, and how often
-
-
-def _ulysses(run: Run, passes: Passes) -> list[Call]:
+def _ulysses(run: Run, passes: list[tuple[str, int]]) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     local = narrow(run.config, layout.tp)
-    token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
+    token_bytes = layout.micro_batch * (run.seq_len // layout.cp) * itemsize
     (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
     calls = []
-    for place, count in passes:
-        outputs = count
-        if layout.recompute == "selective" and place == "attention forward":
-            outputs -= 1  # a core that is run again ends before its outputs are sent
+    for place, count in passes:  # a core that is run again ends before its outputs are sent
+        outputs = count - (layout.recompute == "selective" and place == "attention forward")
         of_each = ((N * H, count), (K * H, count), (K * W, count), (N * W, outputs))  # q, k, v, out
         calls += [Call(place, "all_to_all", width * token_bytes, layout.cp, itemsize, n) for width, n in of_each]
     return calls
 
 
-def _blocks(run: Run, passes: Passes) -> list[Call]:
+def _blocks(run: Run, passes: list[tuple[str, int]]) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     cp, sum_bytes = layout.cp, max(itemsize, 4)
-    dense = replace(run.config, moe=None)
-    block = kv_block_bytes(dense, layout.micro_batch, run.seq_len, cp, itemsize, layout.tp)
+    block = kv_block_bytes(replace(run.config, moe=None), layout.micro_batch, run.seq_len, cp, itemsize, layout.tp)
     summed = block // itemsize * sum_bytes
     if layout.cp_method == "all_gather":
         calls = [Call(place, "all_gather", cp * block, cp, itemsize, count) for place, count in passes]

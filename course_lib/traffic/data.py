@@ -12,15 +12,12 @@ Gradients of experts are summed over the ranks that have the same experts, all o
 Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 7
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import Flat, layers_of
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import wire_grad_bytes
+from course_lib.memory.states import recipe_of, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
@@ -49,9 +46,8 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
 
 def flat_calls(run: Run, numel: int, ranks: int, zero_stage: int | None = None) -> list[Call]:
     """List the collectives of one step for a flat parameter; with another zero_stage than the layout's if told."""
-    recipe, m = recipe_of(run.recipe), run.layout.micro_batches
+    recipe, m, grad_bytes = recipe_of(run.recipe), run.layout.micro_batches, wire_grad_bytes(recipe_of(run.recipe))
     zero_stage = run.layout.zero_stage if zero_stage is None else zero_stage
-    grad_bytes = wire_grad_bytes(recipe)
     if zero_stage == 0:
         return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]
     scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero_stage]

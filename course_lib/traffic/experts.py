@@ -15,7 +15,6 @@ from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import layers_of
-from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
@@ -27,11 +26,11 @@ from course_lib.validate import Index, Size, checked, one_of
 def expected_calls(run: Run, stage: Index) -> list[Call]:
     """List what one micro-batch makes a rank of one stage send on average, if tokens choose evenly."""
     layout, moe, itemsize = run.layout, run.config.moe, recipe_of(run.recipe).compute_bytes
-    if layout.ep == 1:
-        return []
     num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
-    tokens, row = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp), run.config.d_model * itemsize
-    tokens //= layout.fold
+    if layout.ep == 1 or not num_layers:
+        return []
+    tokens = layout.micro_batch * (run.seq_len // layout.cp) // layout.fold
+    row = run.config.d_model * itemsize
     plain = layout.expert_method == "plain"
     weights, ids = (0, 0) if plain else (moe.top_k * max(4, itemsize), moe.top_k * ID_BYTES)
     rows = tokens * (moe.top_k if plain else expected_places(moe.num_experts, layout.ep, moe.top_k))
@@ -42,8 +41,6 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
         return Call(place, "all_to_all", payload, layout.ep, itemsize, count * num_layers)
 
     counts = COUNT_BYTES * (moe.num_experts if plain else layout.ep)
-    if not num_layers:
-        return []
     return [
         Call("counts", "all_to_all", counts, layout.ep, COUNT_BYTES, again * num_layers),
         call("dispatch", row + weights + ids, again),
@@ -63,8 +60,8 @@ def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[
     for routing in routings:
         traffic = moe_traffic(routing, experts, run.config.d_model, layout.expert_method, itemsize)
         forward = traffic.forward(ep_rank).total_bytes * (2 if layout.recompute == "full" else 1)
-        for place, size in (("experts forward", forward), ("experts backward", traffic.backward(ep_rank).total_bytes)):
-            calls.append(Call(place, "all_to_all", size, layout.ep, 1, to_one=True))  # all of it leaves
+        sizes = {"experts forward": forward, "experts backward": traffic.backward(ep_rank).total_bytes}
+        calls += [Call(place, "all_to_all", size, layout.ep, 1, to_one=True) for place, size in sizes.items()]
     return calls
 
 

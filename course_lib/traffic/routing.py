@@ -51,7 +51,7 @@ def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
 
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
-    return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
+    return [_tokens_touching(expert_Tk, layout.experts_per_rank, layout.ep_size) for expert_Tk in experts]
 
 
 def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Rows]:
@@ -148,10 +148,7 @@ def moe_traffic(
     itemsize: Size = 2,
     capacity: Size | None = None,
 ) -> MoeTraffic:
-    """Exact bytes of one MoE layer for one micro-batch, from its routing.
-
-    capacity: rows an expert gets from each rank, for "padded".
-    """
+    """Exact bytes of one MoE layer for one micro-batch. capacity: rows an expert gets from each rank, for "padded"."""
     if len(experts) != layout.ep_size:
         raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
     if method == "padded" and capacity is None:
@@ -165,10 +162,9 @@ def moe_traffic(
         "once_per_rank": lambda: [once_per_rank_rows(experts, layout)],
         "once_per_node": lambda: once_per_node_rows(experts, layout),
     }[method]()
-    back, row, ids, weights = [way_back(rows) for rows in there], d_model * itemsize, 0, 0
-    if method.startswith("once"):
-        top_k = next((len(chosen) for expert_Tk in experts for chosen in expert_Tk), 0)
-        ids, weights = top_k * ID_BYTES, top_k * max(4, itemsize)
+    back, row, travel = [way_back(rows) for rows in there], d_model * itemsize, method.startswith("once")
+    top_k = next((len(chosen) for expert_Tk in experts for chosen in expert_Tk), 0)
+    ids, weights = travel * top_k * ID_BYTES, travel * top_k * max(4, itemsize)
 
     def hop_by_hop(hops: Sequence[Rows], row_bytes: int) -> list[Sent]:
         each = [sent(rows, layout, row_bytes) for rows in hops]

@@ -17,17 +17,13 @@ Folded, whole experts get rows of S / (cp tp) tokens, and nothing is gathered ov
 With ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
-from course_lib.layout.partition import stage_config
+from course_lib.layout.partition import piece_sizes, stage_config
 from course_lib.memory.flats import flats_of, layers_of
-from course_lib.memory.ranks import boundary_bytes
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import wire_grad_bytes
+from course_lib.memory.states import recipe_of, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes
 from course_lib.traffic.context import attention_calls
@@ -69,24 +65,20 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
     by_axis["tp"] += partial_gradient_calls(run, flats)
     for axis, of_axis in (*load_calls(run, stages).items(), *gradient_calls(run, flats).items()):
         by_axis[axis] += of_axis
-    by_axis["world"] = _world_calls(run, clip)
+    world_size, number = layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
+    names = ["loss", "norm of gradients"] if clip else ["loss"]
+    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * layout.micro_batches, world_size, _LENGTH_BYTES)
+    by_axis["world"] = [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
     return {axis: [call for call in of_axis if call.group_size > 1] for axis, of_axis in by_axis.items()}
 
 
 @checked
 def sent(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> dict[str, int]:
     """Count the bytes that a rank sends in one step, by axis, as `ByteMeter(axes=engine.axes).by_axis` has them."""
-    places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()}
-    places["world"] = rank
+    places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()} | {"world": rank}
+    places["pp"] = int(places["pp"] != 0)  # of a tied weight's two ranks: what is sent on takes no place
     listed = calls(run, rank, clip, routings).items()
-    return {axis: sum(_sent(call, axis, places[axis]) for call in of_axis) for axis, of_axis in listed if of_axis}
-
-
-def _sent(call: Call, axis: str, place: int) -> int:
-    """Groups that lie inside those of an axis: copies of a head are neighbours in tp, two ends of a pipeline in pp."""
-    if axis == "pp" and call.collective == "all_reduce":  # of two: which end is first follows from the mesh
-        place = int(place != 0)
-    return sent_bytes([call], place)
+    return {axis: sent_bytes(of_axis, places[axis]) for axis, of_axis in listed if of_axis}
 
 
 def stage_calls(run: Run, stage: Index) -> Calls:
@@ -99,22 +91,14 @@ def stage_calls(run: Run, stage: Index) -> Calls:
     }
 
 
-def _world_calls(run: Run, clip: bool) -> list[Call]:
-    world_size, number = run.layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
-    names = ["loss", "norm of gradients"] if clip else ["loss"]
-    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * run.layout.micro_batches, world_size, _LENGTH_BYTES)
-    return [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
-
-
 def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
-    """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before.
-
-    Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
-    times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
-    """
+    """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before. Two
+    consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v times
+    the bytes or nearly. With sequence parallelism each tp rank sends its own tokens."""
     layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, run.layout.rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
-    payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
+    tokens = piece_sizes(run.seq_len // layout.cp, share[0])[share[1]]
+    payload = layout.micro_batch * tokens * run.config.d_model * itemsize
     crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]
     counts = {
         "activations": sum(owners[before] == pp_rank for before, _ in crossed),

@@ -1,7 +1,5 @@
 """Routing without a model: tokens choose experts at random, with given skew, k and limit; what a capacity drops."""
 
-from __future__ import annotations
-
 from collections import Counter
 from heapq import nlargest
 from math import log

@@ -16,17 +16,13 @@ of x: with SP these are gathered, and x is not.
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
 from course_lib.memory.flats import Flat, different_terms_over_tp, layers_of
-from course_lib.memory.ranks import tokens_of_rank
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import wire_grad_bytes
+from course_lib.memory.states import recipe_of, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
@@ -42,15 +38,11 @@ def tensor_calls(run: Run, stage: Index) -> list[Call]:
         return []
     layers = layers_of(run.config, layout)
     part, ends = stage_config(run.config, layers, stage), (stage == 0, stage == len(layers) - 1)
-    sequence = tokens_of_rank(run.seq_len, layout.cp)
+    sequence = run.seq_len // layout.cp
     rows = piece_sizes(sequence, layout.tp)[0] * layout.tp if layout.sequence_parallel else sequence  # padded
-    calls = [
-        Call(place, collective, layout.micro_batch * rows * width * itemsize, layout.tp, itemsize, count)
-        for place, collective, width, count in (_sharded if layout.sequence_parallel else _replicated)(
-            part, layout, ends
-        )
-    ]
-    sum_bytes = max(itemsize, 4)
+    sums = (_sharded if layout.sequence_parallel else _replicated)(part, layout, ends)
+    width_bytes, sum_bytes = layout.micro_batch * rows * itemsize, max(itemsize, 4)
+    calls = [Call(place, name, width * width_bytes, layout.tp, itemsize, count) for place, name, width, count in sums]
     per_token = layout.micro_batch * sequence * sum_bytes
     if part.moe and not layout.sequence_parallel:
         weights = per_token * part.moe.top_k

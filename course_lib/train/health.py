@@ -36,9 +36,7 @@ def compare_ranks(
     engine: five_d.FiveD, step: int, numbers: engines.StepNumbers, micro_batches: five_d.MicroBatches
 ) -> None:
     """Let all ranks tell each other what they hold after a step.
-
     numbers, micro_batches   of that step, as this rank saw them
-
     Bytes    an all-gather of some 50 bytes for each parameter of a rank
     Raises   RanksDisagree on every rank if one holds other numbers, or two dp ranks trained on the same tokens
     """
@@ -69,7 +67,6 @@ def numbers_of(engine: five_d.FiveD, numbers: engines.StepNumbers) -> dict[str, 
 
 
 def checksum(x: Tensor) -> str:
-    """Of the bytes of a tensor, whatever its device and type."""
     raw = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
@@ -88,7 +85,13 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
             no_majority = ranked[0][1] == ranked[1][1]
             culprits = tuple(rank for rank, text in held.items() if no_majority or text != ranked[0][0])
             wrong.setdefault(culprits, []).append(name)
-    return "; ".join(f"{_ranks(culprits)} {_names(names)}" for culprits, names in wrong.items())
+    told = []
+    for culprits, names in wrong.items():
+        ranks = ", ".join(map(str, culprits))
+        who = f"rank {ranks} differs in" if len(culprits) == 1 else f"ranks {ranks} differ in"
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        told.append(f"{who} {', '.join(names[:SHOWN])}{more}")
+    return "; ".join(told)
 
 
 def same_data(of_ranks: Sequence[Mapping[str, str]]) -> str:
@@ -105,17 +108,6 @@ def same_data(of_ranks: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} differs in"
-    return f"ranks {', '.join(map(str, ranks))} differ in"
-
-
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def not_finite_on(numbers: engines.StepNumbers) -> str:
     """Return in words which ranks' own part of the loss is no finite number; all ranks must call it.
 
@@ -129,15 +121,10 @@ def not_finite_on(numbers: engines.StepNumbers) -> str:
     return f" (not finite on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})"
 
 
-# --- slow ranks
-
-
 @checked
 def slowest_rank(seconds: Sequence[Sequence[Amount]], factor: Positive = 1.2) -> int | None:
     """The rank whose median is more than `factor` times the median of all other ranks' medians; None if none is.
-
     seconds   of each rank a row with the seconds of its own work, step by step. The median forgets single slow steps.
-
     Raises    ValueError for fewer than two ranks, or a rank without seconds
     """
     if len(seconds) < 2 or not all(len(row) for row in seconds):

@@ -20,7 +20,6 @@ KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event",
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
-    """Return where a rank's log is in the folder of a run."""
     return Path(folder) / "log" / f"rank{rank}.jsonl"
 
 
@@ -29,7 +28,6 @@ class CannotLog(RuntimeError):
 
 
 def tell(logs: Logs | None, rank: int, **fields: object) -> None:
-    """Write one line more to a rank's log, if the run has one."""
     if logs is not None:
         who = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
         append(log_path(logs.folder, rank), **fields, **who)
@@ -50,31 +48,22 @@ def open_log(logs: Logs | None, rank: int) -> Iterator[None]:
 
 def append(path: str | Path, **fields: object) -> None:
     """One line more, in one write: a process killed in between leaves the whole line or none of it.
-
     Raises   CannotLog if the disk does not take it
     """
     try:
-        _append(Path(path), json.dumps(fields).encode())
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # the machine went down in mid-line
+            file.write(b"\n" * torn + json.dumps(fields).encode() + b"\n")
     except OSError as error:
         raise CannotLog(
             f"{path} could not be written ({error.strerror}); make room on its disk, or give a log_folder on another"
         ) from error
 
 
-def _append(path: Path, line: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # the machine went down in the middle of a line
-        os.write(descriptor, b"\n" * torn + line + b"\n")
-    finally:
-        os.close(descriptor)
-
-
 def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
     """All whole lines, in order, or those in the last bytes of the file; an empty list if there is no file.
-
     Raises   ValueError if a field of a line is not of the kind that `tell` writes
     """
     path = Path(path)

@@ -44,7 +44,6 @@ class Options:
 
     @property
     def logs(self) -> Logs | None:
-        """Where the run tells of its steps."""
         return Logs(self.log_folder, self.trace) if self.log_folder else None
 
 
@@ -56,13 +55,14 @@ def read(
     argv: Sequence[str] | Options | None, aloud: bool = True, world_size: Size = 1
 ) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, Options]:
     """Return the options as records, each checked.
-
     aloud         whether this rank says what is wrong: one of them should
     world_size    ranks that there are, for a layout with dp=auto
     Raises   SystemExit (2) for options that cannot be read, ValueError for what layout and model cannot be together
     """
-    options = argv if isinstance(argv, Options) else _parse(argv, aloud)
-    checkpoints = None
+    options, checkpoints, silence = argv, None, io.StringIO()
+    if not isinstance(options, Options):
+        with redirect_stdout(sys.stdout if aloud else silence), redirect_stderr(sys.stderr if aloud else silence):
+            options = tyro.cli(Options, args=argv, prog="train")
     for name in ("checkpoint", "log_folder"):
         if getattr(options, name) == "":
             raise ValueError(f"{name} is ''; give a folder, or leave it out")
@@ -76,12 +76,6 @@ def read(
     return config, layout, options.plan, checkpoints, options
 
 
-def _parse(argv: Sequence[str] | None, aloud: bool) -> Options:
-    silence = io.StringIO()
-    with redirect_stdout(sys.stdout if aloud else silence), redirect_stderr(sys.stderr if aloud else silence):
-        return tyro.cli(Options, args=argv, prog="train")
-
-
 def check_folders(options: Options) -> None:
     """Raises ValueError if checkpoints or logs cannot be written or sent; called before any rank waits for another."""
     if options.checkpoint:
@@ -90,12 +84,8 @@ def check_folders(options: Options) -> None:
         writable("log_folder", Path(options.log_folder))
 
 
-# --- texts that stand for records
-
-
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
-
     Raises   ValueError for a name or a field that is none, or as ModelConfig
     """
     name, *changes = (part.strip() for part in text.split(","))
@@ -128,7 +118,6 @@ def layout_for(text: str, batch_size: int | None, world_size: Size = 1) -> Layou
 
     dp=auto in the text stands for as many as the ranks allow: a run that lost half of them and is started again on the
     rest has the same sequences in each step, with twice the micro_batches.
-
     Raises   ValueError if the layout's own numbers give another batch, or no micro_batches gives this one
     """
     if is_auto := _AUTO_DP in _parts(text):

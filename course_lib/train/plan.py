@@ -18,13 +18,7 @@ from course_lib.validate import Checked, Count, Index, Size
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
 
-# Dtype of parameters, and of gradients where it is another. Names as in training/precision.py; fp64 is for comparing.
-PRECISIONS = {
-    "fp32": ("float32", None),
-    "bf16-master": ("bfloat16", None),
-    "bf16-master-fp32-grads": ("bfloat16", "float32"),
-    "fp64": ("float64", None),
-}
+PRECISIONS = ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp64")  # as in training/precision.py; fp64 to compare
 PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
 _SHOWN_CHARS = 16  # of a text or a checksum in an error
 _DECAYS = ("none", "cosine")
@@ -41,7 +35,7 @@ class TrainPlan(TrainSettings):
     warmup: Index = 0
     compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
     decay: Literal[_DECAYS] = "none"
-    precision: Literal[tuple(PRECISIONS)] = "fp32"
+    precision: Literal[PRECISIONS] = "fp32"
     loss_chunks: Size = 1  # head and loss go over the tokens in so many parts: less memory
 
     def __post_init__(self):
@@ -54,16 +48,15 @@ class TrainPlan(TrainSettings):
         """Of parameters, and of gradients where it is another."""
         import torch
 
-        param, grad = PRECISIONS[self.precision]
-        return getattr(torch, param), grad and getattr(torch, grad)
+        from course_lib.training.precision import engine_dtypes
+
+        return (torch.float64, None) if self.precision == "fp64" else engine_dtypes(self.precision)
 
 
 @dataclass(frozen=True)
 class Checkpoints(Checked):
     """Where a run leaves its state, after how many steps each time (and after the last), and how many remain.
-
     in_background  the files are written while training goes on
-
     Raises   ValueError where a choice makes no sense
     """
 
@@ -80,7 +73,6 @@ class Checkpoints(Checked):
 @dataclass(frozen=True)
 class Logs(Checked):
     """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
-
     trace   the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
     """
 
@@ -111,9 +103,6 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
     torch.manual_seed(int.from_bytes(digest, "big"))  # a CPU generator looks at 32 bits
 
 
-# --- what a checkpoint must agree with
-
-
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
     """All that decides a run's numbers, as JSON can hold it: the text that this machine has, and versions, too.
 
@@ -135,8 +124,7 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
-    What ranks compare may change, and the number of steps, unless the learning rate's decay
-    depends on it.
+    What ranks compare may change, and the number of steps, unless the learning rate's decay depends on it.
     """
     if "model" not in saved:
         raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")

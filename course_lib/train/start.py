@@ -16,7 +16,6 @@ from course_lib.weights.base import FOLDER, load_tokenizer
 
 
 def is_trained(config: ModelConfig) -> bool:
-    """Whether a run of this model goes on from trained weights."""
     return config == preset("speaks")
 
 

@@ -13,23 +13,31 @@ waits for the loss anyway: no event costs a wait of its own.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from course_lib.config import ModelConfig
 from course_lib.devices import peak_memory_bytes
 from course_lib.flops import flops_per_token
 from course_lib.hardware import gpu_of_device
 from course_lib.measure.storages import replaced
+from course_lib.measure.trace import calls_of, trace_step
 from course_lib.measure.waits import own_seconds, record_waits
 from course_lib.parallel import engine as of_engines
+from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
 from course_lib.span import COMPUTE, Span
+from course_lib.train.plan import Logs
 from course_lib.training import data, wait_for
+
+Result = TypeVar("Result")
 
 _PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
 _CLOCKED = (  # what is called, and the name of its span
@@ -67,7 +75,6 @@ def parts_of(spans: Sequence[Span], waits: Sequence[Span]) -> dict[str, float]:
 
 def speed_of(config: ModelConfig, seq_len: int, tokens: float, seconds: float, peak: float | None) -> dict:
     """Return the tokens per second of this rank's share of a step, and which share of the peak that is.
-
     tokens   of a step, divided by the ranks
     peak     in FLOP/s; None where nobody knows it
     """
@@ -87,3 +94,33 @@ def memory_of(device: torch.device) -> dict[str, int]:
     on_gpu = device.type == "cuda"
     held = torch.cuda.memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
     return {"memory_bytes": held, "peak_memory_bytes": peak_memory_bytes(device)}
+
+
+def trace_problem(logs: Logs | None, first_step: int) -> str | None:
+    """Why a run that begins with this step cannot record the one that it should; None if it can."""
+    if logs is None or logs.trace is None or logs.trace > first_step:
+        return None
+    return f"step {logs.trace} is not recorded: this run begins at step {first_step}; name a later one"
+
+
+class StepTrace:
+    """Runs the steps of a rank, and records the one of `logs.trace`: FOLDER/trace/rank0.json.gz, which Perfetto opens.
+
+    `measure.trace.read_traces(FOLDER / "trace")` reads them, and its `seconds_of` adds them up. The step before counts
+    the collectives: the first step of a run has no trace. The recorded step's seconds in the log have the profiler's.
+    """
+
+    def __init__(self, engine: five_d.FiveD, logs: Logs | None):
+        self.step = logs.trace if logs else None
+        self.axes, self.calls = engine.axes, None
+        if self.step is not None:
+            self.path = Path(logs.folder) / "trace" / f"rank{dist.get_rank()}.json.gz"
+
+    def run(self, step: int, work: Callable[[], Result]) -> Result:
+        """Do the work of a step and return its result."""
+        done: list[Result] = []
+        if self.step is not None and step == self.step - 1:
+            self.calls = calls_of(lambda: done.append(work()), self.axes)
+        elif step == self.step and self.calls is not None:
+            trace_step(self.path, lambda: done.append(work()), self.calls)
+        return done[0] if done else work()

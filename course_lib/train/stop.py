@@ -74,7 +74,6 @@ class Stop:
 
 def agreed(mine: int, device: torch.device) -> int:
     """The highest of all ranks' numbers, on every rank: a signal may reach one rank only, or ranks at two steps.
-
     Bytes    sent per rank: 2 (world_size - 1) / world_size * 4, an all-reduce of one 32-bit number
     """
     number_1 = torch.tensor([mine], dtype=torch.int32, device=device)  # NCCL takes what is on the GPU
@@ -83,7 +82,6 @@ def agreed(mine: int, device: torch.device) -> int:
 
 
 def stop_text(number: int, done: int, steps: int, folder: str) -> str:
-    """What rank 0 says last."""
     return (
         f"stopped by {signal.Signals(number).name} after step {done} of {steps}, with a checkpoint in {folder}; "
         "the same command goes on from there"

@@ -65,8 +65,7 @@ from course_lib.train.plan import (
     settings_of,
 )
 from course_lib.train.start import is_trained, load_trained, tokens_of
-from course_lib.train.step_clock import clock_step, memory_of, peak_flops_of, speed_of
-from course_lib.train.step_trace import StepTrace, trace_problem
+from course_lib.train.step_clock import StepTrace, clock_step, memory_of, peak_flops_of, speed_of, trace_problem
 from course_lib.train.stop import Stop, agreed, end_with_parent, exit_code, stop_text
 from course_lib.training import data
 
@@ -84,7 +83,6 @@ class Refused(ValueError):
 
 @contextmanager
 def refusal() -> Iterator[None]:
-    """Raise a ValueError of the block as Refused."""
     try:
         yield
     except ValueError as error:
@@ -107,9 +105,6 @@ class RunRecord:
     stopped_by: int
 
 
-# --- a run, on every rank of a world
-
-
 def train(
     config: ModelConfig,
     layout: Layout,
@@ -120,12 +115,10 @@ def train(
     stop: Stop | None = None,
 ) -> RunRecord:
     """Trains the model on the text that start.py has for it. Every rank of a world of the layout's size calls it.
-
     logs  where each rank writes a line for each step, which `course watch` reads
     say   what rank 0 does with its lines of text
     stop  listens to signals from the first step on; all ranks save and return after the step in which one came. Not in
           a notebook: its process would keep the handlers. None, or no checkpoints: nothing is listened to
-
     Bytes    for `stop` an all-reduce of 4 bytes a step
     Raises   ValueError for what cannot be, alike on every rank and before anything is built; on every rank
              FloatingPointError if the loss is no number any more, and RanksDisagree, every plan.compare_every steps,
@@ -192,14 +185,14 @@ def run_steps(
     if stopped_by:
         say(stop_text(stopped_by, done, plan.steps, checkpoints.folder))
         dist.barrier(group)  # an engine may end all ranks when the first one ends
-    tokens_per_s = _tokens_per_s_of(step_s, layout.sequences_per_step * plan.seq_len)
+    warm_s = step_s[1:] or step_s  # the first step warms up
+    tokens_per_s = layout.sequences_per_step * plan.seq_len / median(warm_s) if warm_s else 0.0
     peak_bytes = peak_memory_bytes(device)
     return RunRecord(first_step, losses, step_s, tokens_per_s, peak_bytes, stopped_by)
 
 
 def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
     """What decides this run's numbers, once it is found to be the same on all ranks.
-
     Raises   Refused on every rank if one has other options, another text or other versions
     """
     settings = settings_of(config, layout, plan)
@@ -234,7 +227,6 @@ def check_memory(config: ModelConfig, layout: Layout, plan: TrainPlan) -> None:
 
 
 def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) -> five_d.MicroBatches:
-    """This rank's micro-batches of the batch with that number."""
     layout, dp_rank = engine.layout, engine.groups.coordinates["dp"]
     x_BS, y_BS = data.batch(text_T, index, layout.sequences_per_step, plan.seq_len, dp_rank, layout.dp, seed=plan.seed)
     return data.micro_batches(x_BS, y_BS, layout.micro_batches)
@@ -253,7 +245,6 @@ def train_step(
 def line_of(
     engine: five_d.FiveD, plan: TrainPlan, step: int, numbers: engines.StepNumbers, seconds: dict
 ) -> dict[str, object]:
-    """What a rank's log says of a step."""
     layout, device = engine.layout, rank_device()
     share = layout.sequences_per_step * plan.seq_len / layout.world_size
     peak_flops = peak_flops_of(device, plan.dtypes[0])
@@ -282,7 +273,6 @@ def _check_finite(numbers: engines.StepNumbers, step: int) -> None:
 
 
 def _start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
-    """What rank 0 says first."""
     layout = engine.layout
     anew = "starts from its trained weights" if is_trained(engine.config) else "starts anew"
     begins = f"goes on at step {first_step} from its checkpoint" if first_step else anew
@@ -292,16 +282,7 @@ def _start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     )
 
 
-def _tokens_per_s_of(step_s: Sequence[float], tokens_a_step: int) -> float:
-    warm_s = step_s[1:] or step_s  # the first step warms up
-    return tokens_a_step / median(warm_s) if warm_s else 0.0
-
-
-# --- checkpoints
-
-
 def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict, done: int) -> None:
-    """The state after `done` steps, and what the run was asked to do."""
     act = checkpoint.save_async if checkpoints.in_background else checkpoint.save
     act(engine, optimizer, checkpoints.folder, done, about=settings, keep=checkpoints.keep)
 
@@ -344,9 +325,6 @@ def _look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     return str(path)
 
 
-# --- the script
-
-
 def main(argv: Sequence[str] | Options | None = None) -> int:
     """One rank of the script. What cannot be is one line from rank 0 and exit code 2, before any rank waits for one."""
     place = Place()
@@ -381,7 +359,6 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
 
 
 def refuse(place: Place, error: Exception) -> int:
-    """One line on stderr, from rank 0."""
     if place.rank > 0:
         return _wait_for_rank_0()
     print(f"train: {error}", file=sys.stderr, flush=True)

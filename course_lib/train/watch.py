@@ -27,7 +27,6 @@ SILENT_STEPS, SILENT_S = 20, 10.0  # a run that wrote nothing for so many of its
 @dataclass(frozen=True)
 class RankNow:
     """What the end of a rank's log says: its last step, and medians of its last ones. None: it did not say.
-
     own_s    seconds of a step in which it computed: forward, backward, optimizer
     wait_s   seconds of a step in which it waited for others
     age_s    since its last line
@@ -62,7 +61,6 @@ class RunNow:
 @checked
 def read_run(folder: str | Path, whole: bool = True) -> dict[int, list[dict]]:
     """Return of each rank of a run all whole lines of its log, or those at its end.
-
     Raises   ValueError if the folder has no logs
     """
     files = {int(path.stem.removeprefix("rank")): path for path in (Path(folder) / "log").glob("rank*.jsonl")}
@@ -76,7 +74,6 @@ def read_run(folder: str | Path, whole: bool = True) -> dict[int, list[dict]]:
 @checked
 def look(folder: str | Path, window: Size = 20, now_s: Amount | None = None) -> RunNow:
     """Return what the logs say now; `window` is over how many steps medians are taken.
-
     Raises   ValueError if the folder has no logs
     """
     now_s = time.time() if now_s is None else now_s
@@ -162,11 +159,9 @@ def finding_of(ranks: Sequence[RankNow], own_s: Sequence[Sequence[Amount]], fact
         return f"rank {ranks[slow].rank} is slow: it computes {ratio:.1f} times as long as the median of the others"
     if len(ranks) == 1:
         return "one rank, which nobody waits for"
-    return (
-        "no rank is slow, none has stopped"
-        if all(own_s)
-        else ("no rank has stopped; the logs do not say how long each computes")
-    )
+    if all(own_s):
+        return "no rank is slow, none has stopped"
+    return "no rank has stopped; the logs do not say how long each computes"
 
 
 def _done(one: RankNow) -> int:
@@ -203,9 +198,8 @@ def run_table(run: RunNow) -> list[str]:
             one.state,
         )
         rows.append(cells)
-    return ["".join(f"{cell:>{w}}" for cell, w in zip(row, COLUMNS.values(), strict=True)) for row in rows] + [
-        run.finding
-    ]
+    lines = ["".join(f"{cell:>{w}}" for cell, w in zip(row, COLUMNS.values(), strict=True)) for row in rows]
+    return [*lines, run.finding]
 
 
 def _shown(value: float | None, form: str) -> str:

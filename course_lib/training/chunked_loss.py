@@ -56,7 +56,6 @@ class ChunkedLoss(torch.autograd.Function):
 @checked(model=object)
 def chunked_loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor, chunk: Size) -> Tensor:
     """Return the mean cross-entropy of the next token as `loss_of`, from `chunk` tokens at a time.
-
     Bytes    at its peak beside x: the logits of a chunk in FP32, 4 V D of the head's gradient and T D of x's.
              Nothing of size T V.
     Raises   ValueError if a target is negative (ignored targets would need another mean)

@@ -27,7 +27,6 @@ LEFT_OUT = {
 @lru_cache(maxsize=4)
 def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     """The first `max_bytes` of the standard library's Python files, sorted by path. Shorter if there is no more.
-
     Raises   RuntimeError if this Python came without its sources
     """
     parts, length = [], 0
@@ -55,7 +54,6 @@ def source_files(root: Path) -> Iterator[Path]:
 @checked
 def tokens(max_tokens: Bytes = 2_000_000, held_out: bool = False) -> Tensor:
     """The corpus as numbers from 0 to 255. `held_out=True` gives its last tenth, which the other call leaves out.
-
     Shapes   -> tokens_T, T = 90 % or 10 % of max_tokens
     """
     everything = torch.frombuffer(bytearray(corpus(max_tokens)), dtype=torch.uint8).long()
@@ -78,7 +76,6 @@ def batch(
     `batch_size` counts the rows of all ranks.
 
     The ranks' rows, in rank order, are the rows that one process would get, so losses can be compared.
-
     Shapes   tokens_T -> x_bS, y_bS           (b = batch_size / dp_size)
     Raises   ValueError if batch_size % dp_size != 0, dp_rank is no rank, or the text is shorter than one sequence
     """
@@ -102,7 +99,6 @@ def batch(
 @checked
 def micro_batches(x_BS: Tensor, y_BS: Tensor, count: Size) -> list[tuple[Tensor, Tensor]]:
     """The rows of a batch in `count` parts, in order; if they do not divide evenly the first have one row more.
-
     Raises   ValueError if there are more parts than rows
     """
     if count > len(x_BS):

@@ -26,16 +26,10 @@ from course_lib.training.precision import (
 )
 from course_lib.validate import Amount, Positive, Size, checked
 
-__all__ = [
-    "LossScaler", "MasterAdamW", "TrainConfig", "accumulate_gradients", "clip_gradients", "loss_of",
-    "make_optimizer", "train_step",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TrainConfig(TrainSettings):
     """How to train: `batch_size` sequences a step, cut into `micro_batches` parts that run one after the other.
-
     Raises   ValueError where a number makes no sense
     """
 
@@ -57,7 +51,6 @@ def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
     A model with experts, in training mode: their auxiliary losses are added, and their load is counted.
-
     Bytes    kept for backward: 4 V per token (the log-softmax), whatever the precision of the logits
     """
     logits_BSV = model(x_BS)

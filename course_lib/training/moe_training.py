@@ -1,9 +1,6 @@
 """Mixtures of experts at work: trained on real text beside a dense model of equal FLOPs, their load step by step.
 
-runs = train_each({"dense": dense, "none": with_moe(config, balancing="none"), ...}, TrainConfig(steps=400))
-runs["none"].held_out_loss, runs["none"].imbalance(), runs["none"].drop_share(1.25)
-
-runs = train_side_by_side(CONTEST, CONTEST_PLAN)        # where experts win, and by how much: above CONTEST
+Where experts win, and by how much, stands above CONTEST.
 """
 
 import math
@@ -42,10 +39,12 @@ CONTEST = {
 CONTEST_PLAN = TrainConfig(steps=1200, batch_size=16, seq_len=64, learning_rate=2e-2)
 
 
+OnLoss = Callable[[str, float], None]  # called with (name, loss) after each step, such as a `LiveCurve`'s `add`
+
+
 @dataclass(frozen=True)
 class MoeRun:
     """What training a model left. `load` and `dropped` count assignments by step, layer and expert; dense: no layers.
-
     losses   of each step, auxiliary losses included; `held_out_loss` is the cross-entropy alone, on text not seen
     """
 
@@ -62,7 +61,6 @@ class MoeRun:
         return (late_LE.amax(-1) / late_LE.mean(-1)).tolist()
 
     def dropped_share(self, steps: int = 20) -> float:
-        """Share of assignments that were dropped in the last `steps`; 0 where nothing has a capacity."""
         return (self.dropped[-steps:].sum() / self.load[-steps:].sum()).item() if self.load.numel() else 0.0
 
     def drop_share(self, capacity_factor: float, steps: int = 20) -> float:
@@ -87,12 +85,10 @@ def train_one(
     config: ModelConfig,
     plan: TrainConfig | None = None,
     schedule: Callable[[int, int], float] | None = None,
-    on_loss: Callable[[str, float], None] | None = None,
+    on_loss: OnLoss | None = None,
 ) -> MoeRun:
     """Trains one model on the standard library's text, and counts where its tokens went.
-
     schedule   `schedule(index, steps)` is a factor on the learning rate of each step; None: always 1
-    on_loss    called with (name, loss) after each step, such as a `LiveCurve`'s `add`
     """
     plan = plan or TrainConfig()
     require_bytes(config)
@@ -116,9 +112,7 @@ def train_one(
 
 @checked
 def train_each(
-    configs: dict[str, ModelConfig],
-    plan: TrainConfig | None = None,
-    on_loss: Callable[[str, float], None] | None = None,
+    configs: dict[str, ModelConfig], plan: TrainConfig | None = None, on_loss: OnLoss | None = None
 ) -> dict[str, MoeRun]:
     """One run after another, each from its seed's weights, on the same batches; `on_loss` as in `train_one`."""
     return {name: train_one(name, config, plan, on_loss=on_loss) for name, config in configs.items()}
@@ -126,9 +120,7 @@ def train_each(
 
 @checked
 def train_side_by_side(
-    configs: dict[str, ModelConfig],
-    plan: TrainConfig | None = None,
-    on_loss: Callable[[str, float], None] | None = None,
+    configs: dict[str, ModelConfig], plan: TrainConfig | None = None, on_loss: OnLoss | None = None
 ) -> dict[str, MoeRun]:
     """The same as `train_each`, with `warm_then_cosine`, each model in a process of its own, all at once.
 

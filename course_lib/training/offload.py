@@ -10,11 +10,13 @@ Copies run on the stream that computes, which hides none of them: this shows mem
 
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +40,6 @@ def offload_activations(model: nn.Module, min_bytes: Index = 4096) -> Iterator[O
 
     Left where they are: parameters (saved too, but there anyway) and tensors below `min_bytes`. What several operators
     keep is moved once.
-
     Source   Rhu et al. 2016 (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks
     """
     record = OffloadRecord()
@@ -55,50 +56,36 @@ def offload_activations(model: nn.Module, min_bytes: Index = 4096) -> Iterator[O
         def unpack(kept):
             if isinstance(kept, Tensor):
                 return kept
-            moved, dtype, view = kept
-            record.returned_bytes += moved.nbytes
-            return moved.load().view(dtype).as_strided(*view)
+            (nbytes, load), dtype, view = kept
+            record.returned_bytes += nbytes
+            return load().view(dtype).as_strided(*view)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield record
         record._known.clear()
 
 
-def _move_once(storage: torch.UntypedStorage, version: int, record: OffloadRecord, folder: Path):
-    """Moves the bytes of a storage, or finds the copy that was made of it, unchanged since."""
+def _move_once(
+    storage: torch.UntypedStorage, version: int, record: OffloadRecord, folder: Path
+) -> tuple[int, Callable[[], Tensor]]:
+    """How many bytes were moved, and what brings them back: of a copy made now, or earlier and unchanged since."""
     key, known = (storage._cdata, version), record._known
     if key in known:
         return known[key][1]
     flat_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    moved = InHostMemory(flat_bytes) if flat_bytes.is_cuda else InFile(flat_bytes, folder / str(record.tensors))
-    # Addresses are used again, so the copy counts only as long as this storage lives.
-    known[key] = (weakref.ref(storage, lambda _: known.pop(key, None)), moved)
-    record.moved_bytes += moved.nbytes
-    record.tensors += 1
-    return moved
-
-
-class InHostMemory:
-    """Bytes of a GPU tensor, in pinned host memory."""
-
-    def __init__(self, flat_bytes: Tensor):
-        self.device, self.nbytes = flat_bytes.device, flat_bytes.numel()
-        self.copy = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-        self.copy.copy_(flat_bytes, non_blocking=True)
-
-    def load(self) -> Tensor:
-        return self.copy.to(self.device, non_blocking=True)
-
-
-class InFile:
-    """Bytes of a CPU tensor, in a file."""
-
-    def __init__(self, flat_bytes: Tensor, path: Path):
-        self.path, self.nbytes = path, flat_bytes.numel()
+    if flat_bytes.is_cuda:
+        pinned = torch.empty(flat_bytes.numel(), dtype=torch.uint8, pin_memory=True)
+        load = partial(pinned.copy_(flat_bytes, non_blocking=True).to, storage.device, non_blocking=True)
+    else:
+        path = folder / str(record.tensors)
         path.write_bytes(flat_bytes.numpy().data)
+        load = partial(_read_bytes, path)
+    # Addresses are used again, so the copy counts only as long as this storage lives.
+    known[key] = (weakref.ref(storage, lambda _: known.pop(key, None)), (storage.nbytes(), load))
+    record.moved_bytes += storage.nbytes()
+    record.tensors += 1
+    return known[key][1]
 
-    def load(self) -> Tensor:
-        flat_bytes = torch.empty(self.nbytes, dtype=torch.uint8)
-        with self.path.open("rb") as file:
-            file.readinto(flat_bytes.numpy().data)
-        return flat_bytes
+
+def _read_bytes(path: Path) -> Tensor:
+    return torch.from_numpy(np.fromfile(path, np.uint8))

@@ -13,7 +13,7 @@ Bytes per parameter of each precision (the names are those of `memory.states.REC
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -48,10 +48,6 @@ PRECISIONS: dict[str, Precision] = {
 
 @checked
 def precision_named(name: str) -> Precision:
-    """The precision of that name.
-
-    Raises   ValueError naming those that exist
-    """
     one_of("precision", name, tuple(PRECISIONS))
     return PRECISIONS[name]
 
@@ -61,7 +57,6 @@ ENGINE_RECIPES = ("fp32", "bf16-master", "bf16-master-fp32-grads")
 
 def engine_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     """The dtypes of a recipe in an engine of parallel/: of parameters, and of gradients where it is another.
-
     Raises   ValueError for recipes that no engine takes
     """
     if recipe not in ENGINE_RECIPES:
@@ -71,7 +66,6 @@ def engine_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def autocast_for(precision: Precision, device: torch.device) -> AbstractContextManager:
-    """The context in which the forward pass runs: bf16 autocast, or nothing."""
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
 
 
@@ -81,7 +75,6 @@ class MasterAdamW(torch.optim.Optimizer):
     A wider parameter is its own master. Whole parameters and shards of them are alike to it: it treats each number by
     itself, and sends nothing. The arithmetic is that of `torch.optim.AdamW`. A parameter's `main_grad` is used where
     there is one (see `accumulate_in_fp32`).
-
     Bytes    state per 16-bit parameter: 4 master + 4 exp_avg + 4 exp_avg_sq; per FP32 parameter 8
     Source   Micikevicius et al. 2018 (arXiv:1710.03740); Loshchilov and Hutter 2019 (arXiv:1711.05101)
     """
@@ -98,19 +91,14 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(parameters, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self) -> None:
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             group["step"] += 1
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     self._update(parameter, gradient, group)
-        return loss
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict) -> None:
         state, dtype = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
@@ -125,7 +113,6 @@ class MasterAdamW(torch.optim.Optimizer):
             parameter.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, FP32 ones too."""
         zero_gradients(parameter for group in self.param_groups for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -153,7 +140,6 @@ def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = Fals
     """Gives each parameter an FP32 `main_grad`, into which every backward pass adds. Returns the hooks' handles.
 
     The gradient that autograd makes is dropped at once, or with `keep_low` kept (zeroed, so that it starts afresh).
-
     Bytes    4 per parameter, and with keep_low the low-precision gradient as well
     """
 
@@ -207,7 +193,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 @checked
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Positive | Tensor) -> None:
-    """Multiplies every gradient by one number, in place."""
     for parameter in parameters:
         gradient = gradient_of(parameter)
         if gradient is not None:
@@ -216,7 +201,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Positive | Tenso
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Shortens all gradients together to the length max_norm where they are longer. Returns the length they had.
-
     Source   Pascanu et al. 2013 (arXiv:1211.5063); the same as `torch.nn.utils.clip_grad_norm_`
     """
     parameters = list(parameters)
@@ -230,7 +214,6 @@ class LossScaler:
     """Keeps fp16 gradients out of underflow: multiplies the loss by `scale`, divides the FP32 gradients by it.
 
     On overflow the step is left out and the scale halved; after `growth_interval` good steps in a row it is doubled.
-
     Source   Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2; torch.amp.GradScaler
     """
 

@@ -1,8 +1,5 @@
 """English for a model with a tokenizer: what the model says, how well it knows a text, and texts to fine-tune it on.
 
-    speak(model, tokenizer, "The function returns")
-    bits_per_byte(model, tokenizer.encode(text), tokenizer)
-
 Every Python has these texts, so nothing is downloaded.
 """
 
@@ -39,7 +36,6 @@ def speak(
     seed: Seed = 0,
 ) -> str:
     """The prompt and `num_tokens` more tokens, each drawn from softmax(logits / temperature). No keys are cached.
-
     Raises   ValueError if the prompt is empty: the model needs a token to go on from
     """
     tokens_BS = tokenizer.encode(prompt)[None]
@@ -57,7 +53,6 @@ def speak(
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, tokens_T: Tensor, tokenizer: Tokenizer, seq_len: Size = MOST_TOKENS) -> float:
     """Mean loss in bits for each byte of text, which models with different tokenizers share. What fills no row is left.
-
     Source   Gao et al. 2020 (arXiv:2101.00027), section 3.1
     Raises   ValueError if the text is shorter than one row
     """

@@ -24,7 +24,6 @@ WORD = re.compile(rb" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
 
 class Tokenizer:
     """Text <-> tokens, from the pairs that were merged, first to last. Without pairs a token is a byte.
-
     Raises   ValueError unless each pair is of two tokens that come before it
     """
 
@@ -41,7 +40,6 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens."""
         return len(self.bytes_of)
 
     def encode(self, text: str | bytes) -> Tensor:
@@ -99,13 +97,11 @@ def learn_pairs(text: str, vocab_size: Size, most_words: Size = 8000) -> list[tu
 
 
 def save_pairs(tokenizer: Tokenizer, path: Path) -> None:
-    """Write the pairs as JSON, one a line."""
     path.write_text("[\n" + ",\n".join(json.dumps(pair) for pair in tokenizer.pairs) + "\n]\n", encoding="utf-8")
 
 
 def load_pairs(path: Path) -> Tokenizer:
     """A tokenizer from its pairs as JSON.
-
     Raises   ValueError if the file is missing or damaged
     """
     try:

@@ -8,8 +8,6 @@ large travels packed, and is unpacked there: such files end in .packed, as a ser
 header, and the browser unpacks once more.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import gzip
@@ -18,6 +16,7 @@ import json
 import re
 import shutil
 import zipfile
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -33,20 +32,7 @@ LOCK, STDLIB = "pyodide-lock.json", "python_stdlib.zip"
 LOADER = "pyodide.mjs"
 FROM_NPM = ("pyodide.asm.mjs", "pyodide.asm.wasm", LOCK)
 # Parts of Python's own library that arithmetic never asks for; a test imports all that the page uses without them.
-LEFT_OUT = (
-    "_ast_unparse", "_compat_pickle", "_markupbase", "_pydatetime", "_pyio", "_pylong", "_pyrepl", "_strptime",
-    "_sysconfigdata", "argparse", "asyncio/proactor", "asyncio/tools", "asyncio/windows", "bdb", "cProfile",
-    "calendar", "cmd", "code.py", "compileall", "concurrent/futures/process", "concurrent/futures/thread",
-    "concurrent/interpreters", "configparser", "ctypes", "curses", "dbm", "doctest", "email", "encodings",
-    "ensurepip", "filecmp", "fileinput", "ftplib", "getopt", "getpass", "gettext", "graphlib", "gzip", "hmac",
-    "html/parser", "http", "idlelib", "imaplib", "ipaddress", "lib2to3", "logging/config", "logging/handlers",
-    "mailbox", "mimetypes", "modulefinder", "multiprocessing", "netrc", "nntplib", "optparse", "pdb", "pickle",
-    "pkgutil", "platform", "plistlib", "poplib", "profile", "profiling", "pstats", "py_compile", "pyclbr", "pydoc",
-    "pyodide/console", "pyodide/http", "quopri", "rlcompleter", "runpy", "sched", "shelve", "shlex", "smtplib",
-    "socketserver", "sqlite3", "stringprep", "sysconfig", "tabnanny", "tarfile", "test", "timeit", "tkinter",
-    "trace.py", "tracemalloc", "turtle", "unittest", "urllib", "uuid", "venv", "wave", "webbrowser", "wsgiref",
-    "xml", "xmlrpc", "zipapp", "zoneinfo",
-)  # fmt: skip
+LEFT_OUT = tuple((files("course_lib.web") / "left_out.txt").read_text().split())
 WORDS = re.compile(r"told\(\"([^\"]+)\"|>([^<>]*[A-Za-z]{2}[^<>]*)</")  # that the page itself says
 KEPT = tuple(f"encodings/{name}" for name in ("__init__", "aliases", "ascii", "cp437", "latin_1", "utf_8"))
 
@@ -67,18 +53,14 @@ def arithmetic(package: Path) -> bytes:
     import yaml  # pure Python; the page's Python has none
 
     parts = [*(package / name for name in ("__init__.py", *floors()["0"], "templates")), *package.glob("*.toml")]
-    found = {path: path.relative_to(package.parent) for part in parts for path in _inside(part)}
+    inside = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*"))]
+    read = (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch")  # code, tables, files for other programs
+    found = {path: path.relative_to(package.parent) for path in inside if path.suffix in read}
     of_yaml = Path(yaml.__file__).parent
     found |= {path: path.relative_to(of_yaml.parent) for path in of_yaml.glob("*.py")}
     return _zipped(
         {name.as_posix(): without_words(name.name, path.read_bytes()) for path, name in sorted(found.items())}
     )
-
-
-def _inside(part: Path) -> list[Path]:
-    """The files of a part that Python reads: code, tables, templates of files for other programs."""
-    paths = [part] if part.is_file() else part.rglob("*")
-    return [path for path in paths if path.suffix in (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch")]
 
 
 def without_words(name: str, content: bytes) -> bytes:
@@ -157,17 +139,10 @@ def _korean(page: str) -> dict[str, bytes]:
 
 
 def write_page(folder: Path, pyodide: Path) -> list[Path]:
-    """Write the page into a folder, which is made anew; return its files.
-
-    pyodide   npm's package, unpacked
-    Raises    ValueError if it lacks a file, or the folder holds something else than a page
-    """
-    if missing := [name for name in (LOADER, *FROM_NPM, STDLIB) if not (pyodide / name).is_file()]:
-        raise ValueError(f"{pyodide} lacks {', '.join(missing)}; give the folder of npm's package pyodide")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "worker.js").is_file():
-        raise ValueError(f"{folder} holds something else than a page; give an empty folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "pyodide").mkdir(parents=True)
+    """Write the page into a folder made anew, of npm's `pyodide`; raises ValueError as `require` and `make_anew`."""
+    require(pyodide, (LOADER, *FROM_NPM, STDLIB), "package pyodide")
+    make_anew(folder, "worker.js", "a page")
+    (folder / "pyodide").mkdir()
     here = files("course_lib.web")
     for name in PAGE:
         (folder / name).write_bytes((here / name).read_bytes())
@@ -175,7 +150,8 @@ def write_page(folder: Path, pyodide: Path) -> list[Path]:
     packed = {"first.json": json.dumps(asked_first(), ensure_ascii=False).encode()}
     packed["arithmetic.zip"] = arithmetic(Path(course_lib.__file__).parent)
     packed |= {f"pyodide/{name}": (pyodide / name).read_bytes() for name in FROM_NPM}
-    packed[f"pyodide/{LOCK}"] = _without_packages(packed[f"pyodide/{LOCK}"])
+    lock = {"info": json.loads(packed[f"pyodide/{LOCK}"])["info"], "packages": {}}  # the page takes none of them
+    packed[f"pyodide/{LOCK}"] = json.dumps(lock).encode()
     packed[f"pyodide/{STDLIB}"] = slim((pyodide / STDLIB).read_bytes())
     for name, content in packed.items():
         (folder / f"{name}.packed").write_bytes(gzip.compress(content, 9, mtime=0))
@@ -185,26 +161,34 @@ def write_page(folder: Path, pyodide: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _without_packages(lock: bytes) -> bytes:
-    """Pyodide's list of packages, of which the page takes none: its head, which loading checks."""
-    return json.dumps({"info": json.loads(lock)["info"], "packages": {}}).encode()
+def require(npm: Path, names: Iterable[str], packages: str) -> None:
+    """Raises ValueError if npm's packages lack a file."""
+    if missing := [name for name in names if not (npm / name).exists()]:
+        raise ValueError(f"{npm} lacks {', '.join(missing)}; give the folder of npm's {packages}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m course_lib.web.page", description=__doc__.splitlines()[0])
+def make_anew(folder: Path, sign: str, what: str) -> None:
+    """Empty a folder; a former one is known by its file `sign`, and ValueError is raised for something else."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / sign).is_file():
+        raise ValueError(f"{folder} holds something else than {what}; give an empty folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def run(write: Callable[[Path, Path], list[Path]], option: str, doc: str) -> None:
+    """The command line of what is written into a folder from npm's packages, which the option names."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--pyodide", type=Path, required=True, help="npm's package, unpacked")
+    parser.add_argument(option, type=Path, required=True, dest="npm", help="npm's packages, unpacked")
     asked = parser.parse_args()
     try:
-        written = write_page(asked.folder, asked.pyodide)
+        written = write(asked.folder, asked.npm)
     except ValueError as error:
         parser.error(str(error))
     size = sum(path.stat().st_size for path in written)
     print(f"{asked.folder}: {len(written)} files, {size / 1e6:.1f} MB")
-    print(
-        f"look at it: python -m http.server --bind 127.0.0.1 --directory {asked.folder} 8000, then http://127.0.0.1:8000"
-    )
+    print(f"look at it: python -m http.server --bind 127.0.0.1 -d {asked.folder} 8000, then http://127.0.0.1:8000")
 
 
 if __name__ == "__main__":
-    main()
+    run(write_page, "--pyodide", __doc__)

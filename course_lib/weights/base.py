@@ -1,8 +1,5 @@
 """The course's own base model: a Llama of 1.87 million parameters that was trained on English, and speaks.
 
-    model, tokenizer = load_base()
-    print(speak(model, tokenizer, "The function returns"))
-
 The folder `speaks` has its weights in the files of `transformers`, the pairs of its tokenizer, and English that it
 never saw. README.md in it says how it was made, from which documents, and under which licences they are.
 """
@@ -24,7 +21,6 @@ WEIGHTS, PAIRS, HELD_OUT = SINGLE, "pairs.json", "held_out.txt"  # files of the 
 
 def load_base(folder: str | Path = FOLDER) -> tuple[nn.Module, Tokenizer]:
     """The model in FP32, and its tokenizer. Another folder may have weights that were fine-tuned and exported.
-
     Raises   ValueError if a file is missing, damaged, a pickle, or of another model
     """
     if Path(folder) == FOLDER and not (FOLDER / WEIGHTS).exists():

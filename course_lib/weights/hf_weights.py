@@ -82,7 +82,6 @@ _NO_TENSOR = ("num_nextn_predict_layers",)  # of which transformers builds nothi
 
 def config_from_transformers(hf_config) -> ModelConfig:
     """The same shape as a ModelConfig. How Mixtral is balanced in training is not carried over: balancing is "none".
-
     hf_config   a configuration of transformers, or the fields of a config.json
     Raises      ValueError if the model is none that this course has, or differs from it in what it computes
     """
@@ -97,22 +96,15 @@ def config_from_transformers(hf_config) -> ModelConfig:
 
 
 @torch.no_grad()
-def from_transformers(hf_model: nn.Module, attention: str = "fused", recompute: str = "none") -> nn.Module:
+def from_transformers(hf_model: nn.Module, attention: str = "fused") -> nn.Module:
     """Our model with the weights of theirs, in the same dtype, on the same device."""
     config, theirs = config_from_transformers(hf_model.config), hf_model.state_dict()
     example = next(hf_model.parameters())
-    model = build(config, 0, example.dtype, example.device, attention, recompute)
+    model = build(config, 0, example.dtype, example.device, attention)
     for name, parameter in model.named_parameters():
         parameter.copy_(tensor_in_transformers(theirs, name, config))
-    for router, bias_E in _routers_and_biases(model, theirs):
-        router.bias_steps_E.copy_((bias_E / router.config.bias_speed).round())
+    for layer, moe in enumerate(moe_layers(model), config.num_layers - config.num_moe_layers):
+        bias_E = theirs.get(f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
+        if bias_E is not None:  # DeepSeek's: a multiple of bias_speed, which ours counts
+            moe.router.bias_steps_E.copy_((bias_E / moe.config.bias_speed).round())
     return model
-
-
-def _routers_and_biases(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[nn.Module, Tensor]]:
-    """DeepSeek's routers beside their biases in theirs: multiples of bias_speed, which ours counts."""
-    first = model.config.num_layers - model.config.num_moe_layers
-    names = (f"model.layers.{first + index}.mlp.gate.e_score_correction_bias" for index in range(len(model.blocks)))
-    return [
-        (moe.router, state[name]) for moe, name in zip(moe_layers(model), names, strict=False) if name in state
-    ]  # names of blocks behind the last are not asked for

@@ -44,9 +44,7 @@ _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids") 
 
 class Weights:
     """A model's weights in the files of `transformers`, by our names and in our shapes; nothing is read yet.
-
     config   by default what the folder's config.json says
-
     Raises   ValueError if files are missing, damaged or pickles, or hold tensors that this config has no place for
     """
 
@@ -67,7 +65,6 @@ class Weights:
 
     def __getitem__(self, name: str) -> FileTensor:
         """The tensor of one of our parameters, still in its file.
-
         Raises   ValueError if it is not there, or has another shape than the config says
         """
         tensor = tensor_in_transformers(self.files, name, self.config)
@@ -81,7 +78,6 @@ class Weights:
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The ModelConfig of a folder's config.json, of a Llama or a GPT-2; without `transformers`.
-
     Raises   ValueError if there is no such file, or it describes another kind of model
     """
     path = Path(folder) / "config.json"
@@ -93,13 +89,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     return config_from_transformers(found)
 
 
-# --- everybody reads everything
-
-
 @torch.no_grad()
 def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The usual way, on every rank: a whole model with initial numbers, and a whole state dict copied into it.
-
     Raises   ValueError as Weights does
     """
     weights = Weights(folder, config)
@@ -112,14 +104,10 @@ def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: tor
     return model
 
 
-# --- each rank reads its piece
-
-
 def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor) -> None:
     """Fills out_p with the numbers from `start` on of these parameters laid end to end; past their end with zeros.
 
     A rank's shard of a padded flat unit is `read_flat(weights, names, rank * len(shard_p), shard_p)`.
-
     Bytes    read: exactly those numbers
     """
     position, stop = 0, start + len(out_p)
@@ -132,13 +120,9 @@ def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor)
         position += numel
 
 
-# --- what it costs in host memory
-
-
 @dataclass(frozen=True)
 class HostBytes:
     """Memory of this process now, and its highest resident size so far.
-
     resident       all pages in memory, those of mapped files too
     anonymous      of these the process's own, which no file backs; None where the system does not tell (not Linux)
     """
@@ -150,7 +134,6 @@ class HostBytes:
 
 def host_bytes() -> HostBytes:
     """Measures this process. A launch forks its ranks, so torch's own pages are shared and part of every resident size.
-
     Source   Linux: /proc/self/smaps_rollup
     """
     detail = {}

@@ -16,7 +16,7 @@ Boxes are views: nothing is copied, and what is read into them is in the engine.
 (data parallel without ZeRO, norms under tp, a tied embedding at both ends of a pipeline) one of them writes it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from zlib import crc32
@@ -32,22 +32,10 @@ MAX_PIECE_BYTES = 64 * 2**20  # a piece is written, and read, as one: what a ran
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's part of a tensor lies in the whole one: `sizes` numbers from `offsets` on.
-
+class Piece:
+    """A box of a whole tensor of `shape`; its sizes are those of `tensor`, the memory in which its numbers are.
     writes   False: another rank, of another place in tp or pp, writes the same
     """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    writes: bool = True
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a whole tensor; its sizes are those of `tensor`, the memory in which its numbers are."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,12 +47,11 @@ class Piece:
 @dataclass(frozen=True)
 class Holding:
     """A tensor of this rank, such as an optimizer updates: the numbers from `start` on of some parts laid end to end.
-
     copy, copies   of the ranks that hold just the same, which one I am, and how many they are
     """
 
     tensor: Tensor
-    places: tuple[Place, ...]
+    places: tuple[Piece, ...]
     start: int = 0
     copy: int = 0
     copies: int = 1
@@ -81,29 +68,26 @@ class Holding:
         return [piece for piece in small if crc32(f"{piece.name}{piece.offsets}".encode()) % self.copies == self.copy]
 
 
-# --- arithmetic
+def place_of(name: str, part: Tensor, cut: Cut | None, tp_rank: int) -> Piece:
+    """Where a part lies, which tp has cut, or not (None). Of the ranks with the same one the first writes."""
+    shape, offsets = list(part.shape), [0] * part.dim()
+    if cut is not None:
+        shape[cut.dim], offsets[cut.dim] = cut.size, cut.start_and_length(tp_rank)[0]
+    is_first = tp_rank == 0 if cut is None else tp_rank % cut.copies == 0
+    return Piece(name, tuple(shape), tuple(offsets), part, is_first)
 
 
-def place_of(name: str, sizes: Sequence[int], cut: Cut | None, tp_rank: int) -> Place:
-    """Of a tensor that tp has cut, or not (None). Of the ranks with the same part the first writes."""
-    shape, offsets = list(sizes), [0] * len(sizes)
-    if cut is None:
-        return Place(name, tuple(shape), tuple(offsets), tuple(sizes), writes=tp_rank == 0)
-    shape[cut.dim], offsets[cut.dim] = cut.size, cut.start_and_length(tp_rank)[0]
-    return Place(name, tuple(shape), tuple(offsets), tuple(sizes), writes=tp_rank % cut.copies == 0)
-
-
-def pieces_of(places: Iterable[Place], start: int, numbers_p: Tensor) -> list[Piece]:
+def pieces_of(places: Iterable[Piece], start: int, numbers_p: Tensor) -> list[Piece]:
     """The boxes of `numbers_p`, which are those from `start` on of the places laid end to end; padding is nobody's."""
     pieces, begin, stop = [], 0, start + len(numbers_p)
     for place in places:
-        end = begin + prod(place.sizes)
+        end = begin + place.tensor.numel()
         done = max(start, begin)
-        for box in flat_boxes(place.sizes, done - begin, min(stop, end) - begin):
+        for box in flat_boxes(tuple(place.tensor.shape), done - begin, min(stop, end) - begin):
             sizes = [high - low for low, high in box]
             view = numbers_p[done - start : done - start + prod(sizes)].view(sizes)
             offsets = tuple(offset + low for offset, (low, _) in zip(place.offsets, box, strict=True))
-            pieces.append(Piece(place.name, place.shape, offsets, view, place.writes))
+            pieces.append(replace(place, offsets=offsets, tensor=view))
             done += prod(sizes)
         begin = end
     return pieces
@@ -121,9 +105,6 @@ def split_rows(piece: Piece, max_bytes: int) -> list[Piece]:
     ]
 
 
-# --- an engine
-
-
 def parameters_of(engine: FiveD) -> list[Holding]:
     """What this rank's optimizer updates, and what is frozen: shards under ZeRO, else parameters."""
     held, seen, cuts = [], set(), cuts_of(engine)
@@ -133,7 +114,8 @@ def parameters_of(engine: FiveD) -> list[Holding]:
             places = tuple(
                 _place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params, strict=True)
             )
-            copy = _replica_of(engine, is_expert=flat.kind == "experts")
+            replicas = engine.groups.expert_replicate if flat.kind == "experts" else engine.groups.replicate
+            copy = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
             held.append(Holding(flat.shard_p, places, flat.group.rank() * len(flat.shard_p), *copy))
             seen.update(flat.params)
         experts = my_experts(stage)
@@ -144,14 +126,6 @@ def parameters_of(engine: FiveD) -> list[Holding]:
                 held.append(Holding(param, (place,), 0, group.rank(), group.size()))
                 seen.add(param)
     return held
-
-
-def _replica_of(engine: FiveD, is_expert: bool) -> tuple[int, int]:
-    """Which replica of ZeRO's shards this rank has, of how many."""
-    if engine.layout.dp_replicate == 1:
-        return 0, 1
-    group = engine.groups.expert_replicate if is_expert else engine.groups.replicate
-    return group.rank(), group.size()
 
 
 def buffers_of(engine: FiveD) -> list[Holding]:
@@ -165,11 +139,11 @@ def buffers_of(engine: FiveD) -> list[Holding]:
     ]
 
 
-def _place_in(engine: FiveD, cuts: dict[str, Cut], name: str, part: Tensor) -> Place:
+def _place_in(engine: FiveD, cuts: dict[str, Cut], name: str, part: Tensor) -> Piece:
     """A tied head is a copy of the embedding: if that is on another rank, the other one writes."""
     if ".mlp.experts." in name and engine.layout.folded:  # whole on every rank that has it; the copies are counted
-        return place_of(name, part.shape, None, 0)
+        return place_of(name, part, None, 0)
     is_copy = name == "head.weight" and engine.config.tied
     name = "embed.weight" if is_copy else name
-    place = place_of(name, part.shape, cuts.get(name), engine.groups.tp.rank())
+    place = place_of(name, part, cuts.get(name), engine.groups.tp.rank())
     return replace(place, writes=False) if is_copy and engine.pipeline.tied_ranks is not None else place

@@ -30,7 +30,6 @@ Range = tuple[int, int]
 
 class TensorFiles(Mapping):
     """The tensors of a folder by name, as FileTensors. `read_bytes` counts what was read of their numbers.
-
     Raises   ValueError if the folder is missing, a file of the index is missing or damaged, or the weights are pickles
     """
 
@@ -38,19 +37,15 @@ class TensorFiles(Mapping):
         self.folder, self.read_bytes = Path(folder), 0
         self._tensors: dict[str, FileTensor] = {}
         for file, promised in _files_of(self.folder).items():
-            found = self._read_header(file)
+            found = {}
+            with _open(file) as handle:
+                for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                    stored = handle.get_slice(name)
+                    ranges = tuple((0, size) for size in stored.get_shape())
+                    found[name] = FileTensor(name, file, stored.get_dtype(), ranges, self)
             if missing := sorted(promised - set(found)):
                 raise ValueError(f"{file} lacks {missing}, which {INDEX} promises; fetch both again")
             self._tensors |= found
-
-    def _read_header(self, file: Path) -> dict[str, "FileTensor"]:
-        tensors = {}
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-                stored = handle.get_slice(name)
-                ranges = tuple((0, size) for size in stored.get_shape())
-                tensors[name] = FileTensor(name, file, stored.get_dtype(), ranges, self)
-        return tensors
 
     def __getitem__(self, name: str) -> "FileTensor":
         if name not in self._tensors:
@@ -71,7 +66,6 @@ class TensorFiles(Mapping):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.values())
 
 
@@ -88,14 +82,12 @@ class FileTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of what `read` returns."""
         sizes = [stop - start for start, stop in self.ranges]
         return torch.Size(reversed(sizes) if self.transposed else sizes)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the numbers in the file.
-
         Raises   ValueError if they are not floating point of 16, 32 or 64 bits
         """
         if self.stored_dtype not in _FLOATS:
@@ -107,20 +99,16 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `read` takes from the file."""
         return prod(self.shape) * self.dtype.itemsize
 
     def dim(self) -> int:
-        """Number of dimensions."""
         return len(self.ranges)
 
     def t(self) -> "FileTensor":
-        """Rows and columns exchanged."""
         return replace(self, transposed=not self.transposed)
 
     def part(self, *ranges: Range) -> "FileTensor":
         """The piece from start to stop along each dimension; those not given stay whole.
-
         Raises   ValueError if a range lies outside
         """
         ranges = ranges + tuple((0, size) for size in self.shape[len(ranges) :])

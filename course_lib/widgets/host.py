@@ -35,9 +35,8 @@ class Strip(widgets.HBox):
     def __init__(self, control: Control, value: str):
         look = widgets.Layout(width="38px", padding="0")
         self.switches = [widgets.ToggleButton(description=name, layout=look) for name, _ in control.options]
-        super().__init__(
-            [widgets.Label(told(control.label)), *self.switches], layout=widgets.Layout(flex_flow="row wrap")
-        )
+        label = widgets.Label(told(control.label))
+        super().__init__([label, *self.switches], layout=widgets.Layout(flex_flow="row wrap"))
         self.observe(self._set, "value")
         self.value = value
         for switch in self.switches:
@@ -103,10 +102,7 @@ class Played(widgets.VBox):
 
 @checked
 def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> Played:
-    """Show a panel; `start`: values to begin with. `measure`: a function of the values, behind a button.
-
-    Raises   ValueError for a name or a value that the panel has not
-    """
+    """Show a panel from `start`, with `measure` behind a button; raises ValueError for what the panel has not."""
     values = panel.values(start)
     made = {name: _widget(control, values[name]) for name, control in panel.controls.items()}
     picture, result = widgets.HTML(), widgets.HTML()
@@ -133,9 +129,8 @@ def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> 
         button.on_click(pressed)
         return button
 
-    menu = widgets.Dropdown(
-        description=told("start from"), options=[(told(name), name) for name in (OWN, *panel.presets)], **_look()
-    )
+    starts = [(told(name), name) for name in (OWN, *panel.presets)]
+    menu = widgets.Dropdown(description=told("start from"), options=starts, **_look())
 
     def set_all(change: Mapping) -> None:
         if held or menu.value == OWN:
@@ -174,10 +169,8 @@ def _widget(control: Control, value) -> widgets.Widget:
     if control.kind in ("strip", "grid"):
         return {"strip": Strip, "grid": Grid}[control.kind](control, value)
     if control.kind == "text":
-        examples = [word for _, word in control.options]
-        return widgets.Combobox(
-            description=told(control.label), options=examples, value=value, continuous_update=False, **_look()
-        )
+        look = {"options": [word for _, word in control.options], "continuous_update": False} | _look()
+        return widgets.Combobox(description=told(control.label), value=value, **look)
     make = widgets.SelectionSlider if control.kind == "slider" else widgets.Dropdown
     return make(description=told(control.label), options=_named(control), value=value, **_look())
 

@@ -31,10 +31,7 @@ def _compared_bars(rows: Sequence) -> Chart:
 
 
 def measure_memory(**values) -> Shown:
-    """Train a scaled-down model of the same kind on this CPU.
-
-    Raises   ValueError if the recipe or the optimizer cannot be run here
-    """
+    """Train a scaled-down model of its kind on this CPU; raises ValueError for a recipe or optimizer not run here."""
     small = scale_down(preset(values["model"]))
     sizes = min(values["micro_batch"], MOST_ROWS), min(values["seq_len"], MOST_TOKENS)
     how = (values[name] for name in ("recipe", "optimizer", "attention", "recompute"))
@@ -48,10 +45,7 @@ def measure_memory(**values) -> Shown:
 
 
 def measure_zero(**values) -> Shown:
-    """Train a toy on real ranks at the chosen stage and precision.
-
-    Raises   ValueError if the choice is impossible, states are to be offloaded, or the precision cannot be run here
-    """
+    """Train a toy on real ranks at the chosen stage and precision; raises ValueError for what cannot be run here."""
     zero_runs(values)  # what is impossible is not measured either
     if values["offload"] != "none":
         raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
@@ -62,10 +56,7 @@ def measure_zero(**values) -> Shown:
 
 
 def measure_layout(**values) -> Shown:
-    """Train a toy on real ranks in the chosen layout.
-
-    Raises   ValueError if the choice is impossible, or too large to be run here
-    """
+    """Train a toy on real ranks in the chosen layout; raises ValueError if it is impossible, or too large here."""
     run = layout_run(values)
     found = measure_five_d(run.config, run.layout, values["seq_len"])
     return [_compared_bars(found.rows)], str(found)

@@ -35,7 +35,7 @@ def _run_png(folder: str | Path, now: RunNow) -> bytes:
     rows = run_rows(read_run(folder))
     with style():
         figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
-        draw_run(figure, rows, now.finding)
+        draw_run(figure, *rows, now.finding)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()

@@ -72,7 +72,7 @@ def pages(folder: Path) -> dict[str, list[str]]:
     lessons = chapters_of(folder / "notebooks")
     in_depth = sorted(path.name for path in (folder / "notebooks").glob("*_in_depth.ipynb"))
     exercises = sorted(path.name for path in (folder / "exercises").glob("*.ipynb"))
-    documents = ["site/cheat_sheet", "SYMBOLS", "CLAIMS", "GLOSSARY", "PREDICTOR", "site/api"]
+    documents = ["site/cheat_sheet", "SYMBOLS", "CLAIMS", "GLOSSARY", "PREDICTOR", "site/api", "site/english"]
     teaching = [
         "TEACHING",
         "GRADING",

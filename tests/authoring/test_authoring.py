@@ -9,8 +9,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from solved import load_solution
 
 from course_lib import authoring
+from course_lib.authoring.__main__ import move_to
 from course_lib.authoring.address import install_source
 from course_lib.authoring.columns import narrowed
+from course_lib.authoring.form import WIDGET_VIEW, format_notebooks, without_solutions
 from course_lib.authoring.links import navigation, with_links
 from course_lib.authoring.rules import width_problems
 
@@ -79,31 +81,27 @@ def test_normalise_counts_from_one_and_forgets_how_and_when_the_notebook_ran():
 def test_normalise_merges_streams_as_nbval_does_and_keeps_the_last_state_of_a_bar():
     outputs = [stream("a\n"), stream("0%\r50%\r", "stderr"), stream("b\n"), stream("100%\n", "stderr")]
     normal = authoring.normalise(new_notebook(cells=[new_code_cell("f()", id="f", outputs=outputs)]))
-    assert [(output.name, output.text) for output in normal.cells[0].outputs] == [
-        ("stdout", "a\nb\n"),
-        ("stderr", "100%\n"),
-    ]
+    streams = [(output.name, output.text) for output in normal.cells[0].outputs]
+    assert streams == [("stdout", "a\nb\n"), ("stderr", "100%\n")]
 
 
 def test_normalise_drops_views_of_widgets_whose_state_is_not_stored():
-    view = new_output("display_data", data={authoring.WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider()"})
+    view = new_output("display_data", data={WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider()"})
     normal = authoring.normalise(new_notebook(cells=[new_code_cell("w", id="w", outputs=[view, stream("x")])]))
     assert [output.output_type for output in normal.cells[0].outputs] == ["stream"]
 
 
 def test_normalise_keeps_the_first_picture_of_a_widget_with_its_size_and_its_words():
     words = {"alt": "Bars of memory.", "width": 680, "height": 200}
-    data = {authoring.WIDGET_VIEW: {"model_id": "1"}, "image/png": "aa", "text/plain": "VBox()"}
+    data = {WIDGET_VIEW: {"model_id": "1"}, "image/png": "aa", "text/plain": "VBox()"}
     view = new_output("display_data", data=data, metadata={"image/png": words | {"needs": 1}, "isolated": True})
     normal = authoring.normalise(new_notebook(cells=[new_code_cell("w", id="w", outputs=[view])]))
     (output,) = normal.cells[0].outputs
     assert output.data == {"image/png": "aa", "text/plain": "VBox()"} and output.metadata == {"image/png": words}
-    drawn = {authoring.WIDGET_VIEW: {"model_id": "1"}, "image/svg+xml": "<svg/>", "text/plain": "Bars."}
+    drawn = {WIDGET_VIEW: {"model_id": "1"}, "image/svg+xml": "<svg/>", "text/plain": "Bars."}
     cell = new_code_cell("w", id="w", outputs=[new_output("display_data", data=drawn)])
-    assert authoring.normalise(new_notebook(cells=[cell])).cells[0].outputs[0].data.keys() == {
-        "image/svg+xml",
-        "text/plain",
-    }
+    (output,) = authoring.normalise(new_notebook(cells=[cell])).cells[0].outputs
+    assert output.data.keys() == {"image/svg+xml", "text/plain"}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +194,9 @@ def test_a_notebook_without_its_links_is_found_and_make_fmt_writes_them(root):
     cells = [new_markdown_cell("As before.", id="text"), new_code_cell("x = 1", id="x")]
     authoring.write(authoring.normalise(chapter(*cells)), path)
     assert "not in its normal form" in "\n".join(authoring.notebook_problems(path, root))
-    authoring.format_notebooks(root)
+    format_notebooks(root)
     assert authoring.notebook_problems(path, root) == []
-    assert authoring.format_notebooks(root) == []
+    assert format_notebooks(root) == []
 
 
 # Columns
@@ -230,7 +228,7 @@ def test_long_docstrings_are_wrapped_and_mirrors_still_agree():
 
 
 def test_a_solution_becomes_an_error_that_names_what_is_to_be_written():
-    text = authoring.without_solutions(SOLUTION)
+    text = without_solutions(SOLUTION)
     assert '        raise NotImplementedError("double: your code goes here")\n    return 0' in text
     assert "2 * x" not in text and "SOLUTION" not in text and '"""Twice x."""' in text
 
@@ -238,7 +236,7 @@ def test_a_solution_becomes_an_error_that_names_what_is_to_be_written():
 @pytest.mark.parametrize("marks", ["### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN SOLUTION\n### BEGIN SOLUTION"])
 def test_marks_that_do_not_pair_are_refused(marks):
     with pytest.raises(ValueError, match="SOLUTION"):
-        authoring.without_solutions(marks)
+        without_solutions(marks)
 
 
 def test_an_exercise_has_no_outputs_and_carries_what_nbgrader_needs(root):
@@ -369,7 +367,7 @@ def test_an_install_cell_that_is_missing_or_changed_is_found_and_written_before_
         nb.cells[1:2] = install
         authoring.write(with_links(authoring.normalise(nb), path, root), path)
         assert "install cell" in "\n".join(authoring.notebook_problems(path, root))
-        authoring.format_notebooks(root)
+        format_notebooks(root)
         first = authoring.code_cells(authoring.read(path))[0]
         assert first.source == install_source(None) and first.metadata.jupyter.source_hidden
         assert first.metadata.cellView == "form", "Colab folds it too"
@@ -378,27 +376,27 @@ def test_an_install_cell_that_is_missing_or_changed_is_found_and_written_before_
 def test_the_address_gives_every_notebook_its_badges_and_its_install_cell(root):
     for folder in ("notebooks", "solutions"):
         authoring.write(authoring.normalise(chapter()), root / folder / "00_x.ipynb")
-    authoring.format_notebooks(root)
+    format_notebooks(root)
     authoring.write_exercises(root)
     notebooks = [root / folder / "00_x.ipynb" for folder in ("notebooks", "solutions", "exercises")]
     assert not any("badge" in path.read_text() or "git+" in path.read_text() for path in notebooks), "none without one"
-    assert authoring.move_to(ADDRESS, root) == [root / "pyproject.toml", *notebooks]
+    assert move_to(ADDRESS, root) == [root / "pyproject.toml", *notebooks]
     for path in notebooks:
         title, _, install = authoring.read(path).cells[:3]
         here = f"somebody/their-copy/blob/main/{path.parent.name}/00_x.ipynb"
         assert title.source.count(f"](https://colab.research.google.com/github/{here})") == 1
         assert title.source.count(f"src=https://github.com/{here})") == 1 and "Internet" in title.source
         assert f"course-lib@git+{ADDRESS}" in install.source
-    assert authoring.move_to(ADDRESS, root) == []
+    assert move_to(ADDRESS, root) == []
     other = "https://github.com/another/copy"
-    assert authoring.move_to(other, root) == [root / "pyproject.toml", *notebooks]
+    assert move_to(other, root) == [root / "pyproject.toml", *notebooks]
     assert not any("their-copy" in path.read_text() for path in (root / "pyproject.toml", *notebooks))
 
 
 def test_the_address_says_where_the_site_the_changes_and_a_hub_are_and_leaves_the_rest_as_it_is(root):
     path = root / "pyproject.toml"
     path.write_text(path.read_text() + "\n[project.urls]\nRepository = 'x'\n\n[tool.other]\nline = 1\n")
-    authoring.move_to(ADDRESS, root, hub="https://hub.example.org/")
+    move_to(ADDRESS, root, hub="https://hub.example.org/")
     told = tomllib.loads(path.read_text())
     assert told["tool"]["other"] == {"line": 1} and told["project"]["urls"] == {
         "Repository": ADDRESS,
@@ -408,15 +406,15 @@ def test_the_address_says_where_the_site_the_changes_and_a_hub_are_and_leaves_th
         "JupyterHub": "https://hub.example.org",
     }
     before = path.read_text()
-    authoring.move_to(ADDRESS, root, hub="https://hub.example.org/")
+    move_to(ADDRESS, root, hub="https://hub.example.org/")
     assert path.read_text() == before
 
 
 @pytest.mark.parametrize("address", ["", "owner/name", "https://example.org/owner/name", f"{ADDRESS}/"])
 def test_an_address_that_badges_cannot_lead_to_is_refused(root, address):
     with pytest.raises(ValueError, match=r"must be https://github\.com/owner/name"):
-        authoring.move_to(address, root)
-    assert authoring.move_to(ADDRESS, root) == [root / "pyproject.toml"]
+        move_to(address, root)
+    assert move_to(ADDRESS, root) == [root / "pyproject.toml"]
 
 
 def run_install_cell(address, monkeypatch, found):

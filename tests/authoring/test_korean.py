@@ -54,12 +54,13 @@ def test_it_is_what_the_catalogues_give(path):
 
 
 @_by_path(CATALOGUES)
-def test_numbers_code_formulas_and_links_are_those_of_the_english_words(path):
+def test_numbers_values_code_formulas_and_links_are_those_of_the_english_words(path):
     for entry in polib.pofile(str(path)):
         if entry.translated():
             english, there = _parts(entry.msgid), _parts(entry.msgstr)
             assert there[:-1] == english[:-1], f"{entry.msgctxt}: {entry.msgid[:200]}"
             assert not english[-1] - there[-1], f"{entry.msgctxt}: numbers of {entry.msgid[:200]}"
+            assert set(_FIELD.findall(entry.msgstr)) <= set(_FIELD.findall(entry.msgid)), "a value that it has not"
 
 
 def _parts(text: str) -> tuple:
@@ -77,15 +78,9 @@ def _parts(text: str) -> tuple:
 
 
 def test_the_korean_readme_has_the_commands_of_the_english_one():
-    there, english = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.ko.md", "README.md"))
-    assert re.findall(r"^(?:make|course) [^#\n]*?(?= *#|$)", there, re.M) == re.findall(
-        r"^(?:make|course) [^#\n]*?(?= *#|$)", english, re.M
-    )
-
-
-def test_a_message_is_filled_with_no_value_that_it_has_not():
-    for entry in polib.pofile(str(CATALOGUE)):
-        assert set(_FIELD.findall(entry.msgstr)) <= set(_FIELD.findall(entry.msgid)), entry.msgid
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.ko.md", "README.md")]
+    there, english = (re.findall(r"^(?:make|course) [^#\n]*?(?= *#|$)", text, re.M) for text in texts)
+    assert there == english
 
 
 @_by_path(CATALOGUES)

@@ -25,11 +25,10 @@ from course_lib.checkpoint import latest
 from course_lib.checkpoint import state as checkpoint
 from course_lib.checkpoint import storage as checkpoint_pieces
 from course_lib.checkpoint.files import name_of
-from course_lib.config import MoeConfig
+from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import RankError, launch
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
-from course_lib.model.llama import ModelConfig
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.engine import full_parameters

@@ -8,11 +8,10 @@ from safetensors.torch import load_file
 
 from course_lib import checkpoint
 from course_lib.checkpoint.export import config_for_transformers, export_safetensors, import_safetensors
-from course_lib.config import MlaConfig, MoeConfig, RopeScaling
+from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling, preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.model import build
-from course_lib.model.llama import ModelConfig, preset
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.engine import full_parameters

@@ -37,7 +37,7 @@ def marked(tables) -> list:
 
 def problems(ex: Exercise, seed: int) -> list[str]:
     """Right answers that do not pass, and wrong ones that are told something else than their own message."""
-    cases, wrong, (path, name) = ex.inputs(random.Random(seed)), pairs(ex.wrong), ANSWERS[ex]
+    cases, wrong, (path, name) = list(ex.inputs(random.Random(seed))), pairs(ex.wrong), ANSWERS[ex]
     right = [definitions(path)[name], *([ex.right] if ex.right else [])]
     want, *seen = observe(ex, [ex.reference, *right, *(answer for _, answer in wrong)], cases)
     wants_told = [*[None] * len(right), *(message for message, _ in wrong)]

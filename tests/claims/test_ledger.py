@@ -25,6 +25,7 @@ from course_lib.claims import (
 )
 from course_lib.claims.recompute import TOLD
 from course_lib.hardware import gpu
+from course_lib.memory import states
 
 BY_SOURCE_ALONE = {"C008", "C092", "C147", "C164", "C174", "C223", "C243"}  # facts that no formula gives
 
@@ -68,8 +69,9 @@ def test_every_name_of_a_computation_is_read_stated_or_told():
 
 
 def test_every_formula_that_computations_can_name_is_named():
-    source = inspect.getsource(formulas)
-    read = {name for claim in ledger() for name in names_of(claim.compute, ast.Load)} | set(names_of(source, ast.Load))
+    read = {name for claim in ledger() for name in names_of(claim.compute, ast.Load)}
+    assert all(read & vars(module).keys() for module in formulas.MODULES)
+    read |= {"MODULES", *names_of(inspect.getsource(formulas), ast.Load)}
     assert {name for name in vars(formulas) if not name.startswith("__")} <= read
 
 
@@ -126,13 +128,11 @@ def test_what_is_stated_is_met_or_not(stated, value, tolerance, met):
 
 def test_the_values_of_a_claim_change_with_the_package(monkeypatch):
     """Nothing is stored: with other bytes per parameter the claims on states fail."""
-    from course_lib.memory import zero
-
     (claim,) = claims_named(["C061"])
     assert recompute(claim).values["gb"] == pytest.approx(31.40625)
-    monkeypatch.setattr("course_lib.claims.formulas.zero_bytes_per_parameter", lambda stage, dp: 18)
+    assert states.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
+    monkeypatch.setattr(states, "zero_bytes_per_parameter", lambda stage, dp: 18)
     assert "is not met" in verdict_problem(claim)
-    assert zero.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
 
 
 def test_what_is_left_of_a_gpu_is_counted_in_one_unit():

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -272,6 +273,18 @@ def test_help_needs_less_than_a_second_and_no_torch():
     run = subprocess.run([sys.executable, "-c", HELP, *commands], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert all(f"usage: course {command}".strip() in run.stdout for command in commands)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["", "plan", "cluster init"])
+def test_help_is_korean_where_that_is_asked_for_and_its_boxes_are_even(command):
+    call, env = [sys.executable, "-m", "course_lib", *command.split(), "--help"], {"COURSE_LANG": "ko", "COLUMNS": "80"}
+    run = subprocess.run(call, capture_output=True, text=True, env=os.environ | env)
+    head, *boxes = re.split("^(?=╭)", run.stdout, flags=re.MULTILINE)
+    assert len(boxes) >= 2 and re.search("[가-힣]", head) and (command or all(name in head for name in cli.COMMANDS))
+    for line in "".join(boxes).splitlines():
+        assert len(line) + len(re.findall("[가-힣]", line)) == 80, "a letter of Hangul is two columns wide"
+        assert not re.search("[a-z]{2,} [a-z]{2,} [a-z]{2,}", line), "an English sentence"
 
 
 def test_the_shell_can_complete_every_subcommand(capsys):

@@ -46,7 +46,7 @@ def allocated(config, text: str) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(PRECISION)
-    with replaced(moe, "choose", plan_assignments()):
+    with replaced(moe, "choose", plan_assignments):
         engine = five_d.build(config, layout, dtype=dtype, device=device, grad_dtype=grad_dtype)
         optimizer = engines.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64, device=device)

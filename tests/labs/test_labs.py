@@ -1,6 +1,7 @@
 """Each lab runs on CPU ranks and sends what its formula says; sheets and forms say what the table and the model say."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from course_lib.labs import LABS, Nodes, form, lab_named, sheet
 from course_lib.labs.answers import numbers_of, words_of
 from course_lib.labs.measure import SUMS, on_gpus, run_lab
 from course_lib.labs.sheet import PORT, compare, launch_lines, modelled, modelled_sent, modelled_sums, published_shares
+from course_lib.language import spoken, told
 from course_lib.launch import launch
 from course_lib.timing.collectives import collective_s
 
@@ -90,9 +92,12 @@ def test_what_a_chapters_formula_gives_by_hand_is_marked_as_right(chapter, place
 def test_answers_tell_each_number_with_its_bounds_and_what_gets_half_and_none(tmp_path):
     assert commands.main(["lab", "all", "--answers", "--folder", str(tmp_path)]) == 0
     for lab in LABS.values():
-        told = (tmp_path / f"{lab.chapter}-answers.md").read_text()
-        assert told.count(", right from ") >= len(lab.questions) and "{" not in told
-        assert all(text in told for one in lab.questions for text in (one.asks, one.half, one.none))
+        text = (tmp_path / f"{lab.chapter}-answers.md").read_text()
+        assert text.count(", right from ") >= len(lab.questions) and "{" not in text
+        assert all(words in text for one in lab.questions for words in (one.asks, one.half, one.none))
+        with spoken("ko"):
+            korean = re.sub("`[^`]*`", "", told(f"{text}\n{sheet(lab)}"))
+        assert not re.search("[a-z]{2,} [a-z]{2,} [a-z]{2,}", korean), "an English sentence"
 
 
 @pytest.mark.parametrize("per_node", [2, 4])
@@ -107,8 +112,7 @@ def test_every_launch_line_starts_as_many_ranks_of_the_lab():
     lab, machine = LABS["05"], Nodes(2, 4)
     lines = {way: shlex.split(line) for way, line in launch_lines(lab, machine).items()}
     assert all(words[-5:] == ["-m", "course_lib.labs", "05", "--out", "lab05.json"] for words in lines.values())
-    of_torchrun = [words[1:] for words in lines.values() if words[0] == "torchrun"]
-    told = [get_args_parser().parse_args(words) for words in of_torchrun]
+    told = [get_args_parser().parse_args(words[1:]) for words in lines.values() if words[0] == "torchrun"]
     assert [(one.nnodes, one.nproc_per_node, one.module, one.training_script_args[0]) for one in told] == [
         ("2", "4", True, "05"), ("1:1", "4", True, "05"),
     ]  # fmt: skip

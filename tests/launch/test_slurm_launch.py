@@ -146,10 +146,10 @@ def test_a_failure_is_told_with_the_node_of_every_rank(watch):
     say(watch, 1, "failed", _rank.Failure("died", 2.0, [], 9))  # the process ends after it: that is no news
     say(watch, 0, "where", [("cell.py", 4, "work")])
     watch.look()
-    text = _failures.failure_text(1, 2, watch.failures, watch.places, "", watch.nodes)
+    text = _failures.failure_text(1, 2, watch, "")
     assert text.startswith('rank 1 of 2 on n2 failed:\n  File "cell.py", line 3, in work')
     assert "\nrank 0 on n1 stood at cell.py, line 4, in work" in text
-    assert "rank 0 on n1 stood at" in _failures.hang_text(2, 3, watch.places, watch.nodes)
+    assert "rank 0 on n1 stood at" in _failures.hang_text(2, 3, watch)
 
 
 def test_a_job_that_slurm_has_ended_says_how_with_slurms_own_words(watch):

@@ -22,13 +22,7 @@ from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, CommRecord
 from course_lib.minimal.ring import ring_all_reduce
-from course_lib.traffic.collectives import (
-    all_gather_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    reduce_scatter_bytes,
-    ring_all_reduce_bytes,
-)
+from course_lib.traffic.collectives import collective_bytes, ring_all_reduce_bytes
 
 ROWS = 12  # of 5 float32 each, in every plain collective below
 
@@ -82,10 +76,10 @@ def test_every_collective_is_counted_as_its_formula_says():
     for rank, (sent, uneven, odd) in enumerate(launch(_every_collective, size, backend="gloo")):
         assert sent == [
             {"all_reduce": ring_all_reduce_bytes(n, size)},
-            {"reduce_scatter": reduce_scatter_bytes(n, size)},
-            {"all_gather": all_gather_bytes(n * size, size)},
-            {"all_to_all": all_to_all_bytes(n, size)},
-            {"broadcast": broadcast_bytes(n, size, rank, src=1)},
+            {"reduce_scatter": collective_bytes("reduce_scatter", n, size)},
+            {"all_gather": collective_bytes("all_gather", n * size, size)},
+            {"all_to_all": collective_bytes("all_to_all", n, size)},
+            {"broadcast": 0 if rank == 0 else n},
             {"reduce": 0 if rank == 1 else n},
             {"gather": 0 if rank == 1 else n},
             {"scatter": n - n // size if rank == 1 else 0},
@@ -94,8 +88,8 @@ def test_every_collective_is_counted_as_its_formula_says():
             {"reduce_scatter": 3 * n},
             {"all_reduce": ring_all_reduce_bytes(n, size)},
             {"all_gather": 3 * n},
-            {"reduce_scatter": reduce_scatter_bytes(n, size)},
-            {"broadcast": broadcast_bytes(n, size, rank, src=1)},
+            {"reduce_scatter": collective_bytes("reduce_scatter", n, size)},
+            {"broadcast": 0 if rank == 0 else n},
             {"all_reduce": ring_all_reduce_bytes(n, size) + ring_all_reduce_bytes(4 * 5 * 4, size)},
         ]
         assert uneven == {"all_to_all": 3 * 5 * 4}  # rank 0 sends three of its twelve rows, the others three of four
@@ -144,13 +138,13 @@ def test_ddp_fsdp2_and_dtensor_are_counted_from_inside():
         assert sent["ddp no_sync"] == {}
         gathered, calls = sent["fsdp2"]
         assert gathered == {  # weights gathered for the forward, again for the backward; gradients scattered
-            "all_gather": 2 * all_gather_bytes(weights, size),
-            "reduce_scatter": reduce_scatter_bytes(weights, size),
+            "all_gather": 2 * collective_bytes("all_gather", weights, size),
+            "reduce_scatter": collective_bytes("reduce_scatter", weights, size),
         }
         assert calls == {"all_gather": 4, "reduce_scatter": 2}
         # forward: the row-parallel layer's output; backward: the gradient of the column-parallel layer's input
         assert sent["tensor parallel"] == {"all_reduce": 2 * ring_all_reduce_bytes(activations, size)}
-        assert sent["inside an operator"] == {"all_gather": all_gather_bytes(4 * 8 * 4, size)}
+        assert sent["inside an operator"] == {"all_gather": collective_bytes("all_gather", 4 * 8 * 4, size)}
 
 
 def _axes_records_and_nesting():

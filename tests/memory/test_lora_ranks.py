@@ -40,7 +40,7 @@ PEAK_ERROR = 0.04
 def simulated(run, rank):
     """What one rank holds at its peak and of each state, and the bytes that it sends, in the midst of training."""
     layout, (dtype, _) = run.layout, engine_dtypes(run.recipe)
-    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments()):
+    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments):
         model = build(run.config, dtype=dtype, recompute=layout.recompute)
         add_lora(model, run.lora.rank, 16, run.lora.targets)
         world = dist.group.WORLD

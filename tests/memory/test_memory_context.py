@@ -6,7 +6,7 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fits, largest_that_fits
-from course_lib.memory.ranks import for_length, kv_block_bytes
+from course_lib.memory.states import for_length, kv_block_bytes
 from course_lib.run import Run
 
 LLAMA_8B = preset("llama-3.1-8b")

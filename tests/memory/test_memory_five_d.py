@@ -5,10 +5,9 @@ import torch
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.budget import budgets
+from course_lib.memory.budget import budgets, states_of
 from course_lib.memory.flats import flats_of
-from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import five_d_states, padded
+from course_lib.memory.states import count_parameters, padded
 from course_lib.model import Llama
 from course_lib.run import Run
 
@@ -22,7 +21,7 @@ def test_a_rank_of_llama_405b_counted_by_hand():
     matrices = 2 * D * D + 2 * 8 * 128 * D + 3 * D * F
     block, ends = matrices // 8 + 2 * D, V * D // 8
     for rank, numel in ((0, ends + 7 * block), (5, 8 * block), (15, 7 * block + D + ends)):
-        states = five_d_states(preset("llama-3.1-405b"), layout, rank)
+        states = states_of(Run(preset("llama-3.1-405b"), layout, 8192), rank)
         shard = padded(numel, 128) // 128
         assert (states.parameters, states.optimizer) == (2 * 128 * shard, 12 * shard)
         assert states.gradients == states.parameters

@@ -10,13 +10,13 @@ from kept_bytes import saved_by_a_layer
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
-from course_lib.memory.activations import block_terms
-from course_lib.memory.budget import budget, budgets, fits
-from course_lib.memory.papers import (
+from course_lib.memory.activations import (
+    block_terms,
     korthikanti_bytes,
     korthikanti_layer_bytes,
     selective_flops_share,
 )
+from course_lib.memory.budget import budget, budgets, fits
 from course_lib.memory.states import (
     OPTIMIZERS,
     LoRA,

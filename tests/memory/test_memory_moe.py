@@ -10,10 +10,9 @@ from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
 from course_lib.memory.activations import block_terms
-from course_lib.memory.budget import budget, budgets
+from course_lib.memory.budget import budget, budgets, states_of
 from course_lib.memory.flats import bucket_units, flats_of, layer_units
 from course_lib.memory.states import active_parameters, count_parameters, dense_twin, parameter_shapes, state_bytes
-from course_lib.memory.zero import five_d_states
 from course_lib.model import build, with_moe
 from course_lib.run import Run
 
@@ -116,7 +115,7 @@ def test_states_and_what_is_saved_are_measured_to_the_byte(case, recipe, recompu
 
 def states(**layout):
     """Of the only rank of a pipeline of one."""
-    return five_d_states(MIXTRAL, Layout(**layout))
+    return states_of(Run(MIXTRAL, Layout(**layout), 4096))
 
 
 def test_ranks_together_hold_every_expert_and_ranks_of_tp_every_matrix():

@@ -8,12 +8,11 @@ import torch
 from kept_bytes import kept_bytes
 
 from course_lib import model, training
-from course_lib.config import ModelConfig, preset
+from course_lib.config import preset
 from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
-from course_lib.memory.flats import balanced_layers, flats_of, live_layers, stage_parameters
-from course_lib.memory.ranks import boundary_bytes
+from course_lib.memory.flats import flats_of, live_layers, stage_parameters
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
@@ -35,19 +34,6 @@ SMALL_GPT = replace(TOY, name="gpt", family="gpt", num_kv_heads=TOY.num_heads)
 
 
 # ---- layers and parameters
-
-
-def test_balanced_layers_make_the_largest_stage_as_small_as_any_other_choice():
-    untied = ModelConfig("small", 7, 32, 4, 2, d_ff=80, vocab_size=900, max_seq_len=64)
-    choices = [[a, b, 7 - a - b] for a in range(1, 6) for b in range(1, 7 - a)]
-    for config in (untied, replace(untied, tied=True)):  # a tied head is a copy there, as large
-        ours = max(stage_parameters(config, balanced_layers(config, 3)))
-        assert ours == min(max(stage_parameters(config, layers)) for layers in choices)
-    assert balanced_layers(LLAMA_8B, 8) == [2, 5, 5, 5, 5, 4, 4, 2]
-    # an embedding costs no time, a head as much as two layers: balanced in one, stages are not in the other
-    assert balanced_layers(LLAMA_8B, 8, by="flops") == [5, 5, 4, 4, 4, 4, 4, 2]
-    with pytest.raises(ValueError, match="choose from parameters, flops"):
-        balanced_layers(LLAMA_8B, 8, by="tokens")
 
 
 def test_a_tied_head_is_a_copy_on_the_last_stage():
@@ -116,8 +102,3 @@ def test_ranks_of_a_pipeline_hold_different_amounts():
     assert total == budget(LLAMA_8B, 1, 4096).states_bytes
     zero = budgets(Run(TIED, Layout(pp=4, micro_batches=8, zero_stage=3, dp=8), 4096))
     assert sum(rank.optimizer for rank in zero) * 8 == 12 * sum(stage_parameters(TIED, even_layers(16, 4)))
-
-
-def test_what_crosses_a_boundary_is_the_stream_alone():
-    assert boundary_bytes(LLAMA_405B, 1, 8192) == 8192 * 16_384 * 2
-    assert boundary_bytes(LLAMA_405B, 1, 8192, cp=2, tp=8) == 8192 * 16_384 * 2 // 16

@@ -2,8 +2,8 @@
 
 import torch
 
+from course_lib.config import ModelConfig
 from course_lib.model import build
-from course_lib.model.llama import ModelConfig
 
 LAYERS = 2
 SMALL = ModelConfig(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kept_bytes import kept_bytes
 
+from course_lib.config import RopeScaling, preset
 from course_lib.model import RMSNorm, build, rope_frequencies, rope_tables
-from course_lib.model.llama import RopeScaling, preset
 
 TOY = preset("toy")
 SMALL = dataclasses.replace(TOY, num_layers=2)

@@ -14,7 +14,7 @@ from course_lib.layout import SEQUENCE_SHARDINGS, tile
 from course_lib.measure import ByteMeter
 from course_lib.minimal.ring_attention import attend
 from course_lib.model import standard_attention
-from course_lib.parallel import gathered, ring, tiles
+from course_lib.parallel import ring, tiles
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import ring_attention
 from course_lib.parallel.tiles import KERNELS, Tiling, merge
@@ -23,7 +23,7 @@ S, B, N, K, H = 16, 2, 4, 2, 8
 
 
 def gathered_attention(q, k, v, group, sequence_sharding="zigzag", causal=True, kernel="fused"):
-    return tiles.block_attention(q, k, v, gathered.Gathered(group), Tiling(sequence_sharding, causal, kernel))
+    return tiles.block_attention(q, k, v, ring.Gathered(group), Tiling(sequence_sharding, causal, kernel))
 
 
 METHODS = {"ring": ring_attention, "all_gather": gathered_attention}
@@ -116,7 +116,7 @@ def dropped(exchange, sequence_sharding, kernel):
 def all_dropped():
     found = [
         dropped(exchange, sequence_sharding, kernel)
-        for exchange in (ring.Ring, gathered.Gathered)
+        for exchange in (ring.Ring, ring.Gathered)
         for sequence_sharding in SEQUENCE_SHARDINGS
         for kernel in KERNELS
     ]

@@ -13,9 +13,8 @@ from course_lib.hardware import CLUSTERS
 from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.tracker import KINDS, Timeline
-from course_lib.memory.budget import budget, budgets
+from course_lib.memory.budget import budget, budgets, states_of
 from course_lib.memory.states import count_parameters, parameter_shapes
-from course_lib.memory.zero import five_d_states
 from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
@@ -211,7 +210,7 @@ def test_what_is_drawn_is_what_a_rank_has(config, text):
         ]
         assert [float(share) for share in drawn] == pytest.approx([parameters, states], rel=0.02)
         here = layout.mesh.coordinates(rank)
-        exact = five_d_states(config, layout, here["pp"], here["tp"], "bf16-master")
+        exact = states_of(Run(config, layout, config.max_seq_len), here["pp"], here["tp"])
         assert (exact.parameters / 2, exact.optimizer / 12) == pytest.approx((parameters * total, states * total))
 
 
@@ -230,15 +229,15 @@ def test_the_legend_says_which_share_of_the_pale_is_strong():
 def test_the_parts_of_a_step_add_up_and_what_is_not_split_is_the_rest(tmp_path):
     for rank in range(2):
         run_logs.write(tmp_path, rank, run_logs.steps(rank, 5 - rank, own_s=0.3 if rank else 0.1))
-    rows = run_rows(read_run(tmp_path))
-    assert list(rows.steps) == [0, 1] and [len(lines) for lines in rows.steps.values()] == [5, 4]
-    assert rows.seconds["forward"] == pytest.approx([0.025, 0.075])
-    assert rows.seconds["waits for others"] == pytest.approx([0.3, 0.1])
-    assert [sum(column) for column in zip(*rows.seconds.values(), strict=True)] == pytest.approx([0.5, 0.5])
+    steps, seconds = run_rows(read_run(tmp_path))
+    assert list(steps) == [0, 1] and [len(lines) for lines in steps.values()] == [5, 4]
+    assert seconds["forward"] == pytest.approx([0.025, 0.075])
+    assert seconds["waits for others"] == pytest.approx([0.3, 0.1])
+    assert [sum(column) for column in zip(*seconds.values(), strict=True)] == pytest.approx([0.5, 0.5])
     parts = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "data_s", "communication_s"))
     run_logs.write(tmp_path / "gpu", 0, [run_logs.line(0, 0, **parts)])
-    rows = run_rows(read_run(tmp_path / "gpu"))
-    assert rows.seconds["rest"] == [0.5] and sum(map(sum, rows.seconds.values())) == 0.5
+    _, seconds = run_rows(read_run(tmp_path / "gpu"))
+    assert seconds["rest"] == [0.5] and sum(map(sum, seconds.values())) == 0.5
 
 
 def test_the_picture_has_four_panels_with_these_numbers(tmp_path, shown):

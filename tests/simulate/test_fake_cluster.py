@@ -79,7 +79,7 @@ def attention_of(config: ModelConfig) -> str:
 
 def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -> dict:
     layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(precision)
-    with replaced(moe, "choose", plan_assignments()):
+    with replaced(moe, "choose", plan_assignments):
         engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype, attention=attention_of(config))
         optimizer = engines.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)

@@ -6,7 +6,7 @@ import torch
 from course_lib.config import MoeConfig
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import capacity, capacity_of
-from course_lib.traffic.collectives import all_to_all_bytes
+from course_lib.traffic.collectives import collective_bytes
 from course_lib.traffic.routing import (
     Sent,
     counts_of,
@@ -97,7 +97,7 @@ def test_rows_equal_a_count_token_by_token(layout, skew):
 def test_padding_sends_the_capacity_whatever_the_routing():
     layout = ExpertLayout(8, 4)
     even = moe_traffic(BY_HAND, layout, 16, "padded", itemsize=4, capacity=3)
-    expected = all_to_all_bytes(3 * 8 * 16 * 4, 4)
+    expected = collective_bytes("all_to_all", 3 * 8 * 16 * 4, 4)
     assert [each.total_bytes for each in even.dispatch] == [expected] * 4
     assert even.counts == [Sent()] * 4 and even.sent_bytes(1) == 4 * expected
 

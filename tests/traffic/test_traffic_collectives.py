@@ -2,8 +2,8 @@
 
 import pytest
 
-from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.traffic.collectives import all_gather_bytes, broadcast_bytes, reduce_scatter_bytes
+from course_lib.traffic import Call, ring_all_reduce_bytes, sent_bytes
+from course_lib.traffic.collectives import collective_bytes
 
 
 def test_ring_all_reduce_is_two_phases_without_one_piece_each():
@@ -15,21 +15,17 @@ def test_ring_all_reduce_is_two_phases_without_one_piece_each():
 def test_a_reduce_scatter_and_an_all_gather_are_one_all_reduce():
     for payload, size, itemsize in ((40, 4, 4), (84, 4, 4), (6, 4, 2), (0, 3, 4)):
         for rank in range(size):
-            halves = reduce_scatter_bytes(payload, size, rank, itemsize)
-            halves += all_gather_bytes(payload, size, rank, itemsize)
+            halves = collective_bytes("reduce_scatter", payload, size, rank, itemsize)
+            halves += collective_bytes("all_gather", payload, size, rank, itemsize)
             assert halves == ring_all_reduce_bytes(payload, size, rank, itemsize)
 
 
 def test_ranks_together_send_whole_payloads():
     size, payload = 4, 41 * 8  # 41 numbers do not divide by 4
 
-    def total(function, *args):
-        return sum(function(payload, size, rank, *args) for rank in range(size))
-
-    assert total(ring_all_reduce_bytes, 8) == 2 * (size - 1) * payload
-    assert total(reduce_scatter_bytes, 8) == (size - 1) * payload
-    assert total(all_gather_bytes, 8) == (size - 1) * payload
-    assert total(broadcast_bytes, 2) == (size - 1) * payload
+    for name, times in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1), ("broadcast", 1)):
+        call = Call("here", name, payload, size, 8, src=2 * (name == "broadcast"))
+        assert sum(sent_bytes([call], rank) for rank in range(size)) == times * (size - 1) * payload, name
 
 
 def test_ranks_differ_by_a_number_or_two_where_the_payload_does_not_divide():

@@ -10,7 +10,7 @@ from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.memory.zero import five_d_states
+from course_lib.memory.budget import states_of
 from course_lib.model import MoE, with_moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
@@ -83,7 +83,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
             measured = {axis: size for axis, size in results[rank][index][0].items() if size}
             assert {axis: size for axis, size in predicted.items() if size} == measured, (text, rank)
             here = layout.mesh.coordinates(rank)
-            states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
+            states = states_of(Run(config, layout, seq_len, "fp32", device="cpu"), here["pp"], here["tp"])
             assert (states.parameters, states.optimizer) == results[rank][index][2], (text, rank)
 
 
@@ -103,7 +103,7 @@ def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
     for rank in simulate_ranks(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]).ranks:
         predicted = sent(Run(config, layout, 64, "fp32"), rank.rank, clip=True)
         assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
-        states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")
+        states = states_of(Run(config, layout, 64, "fp32"), rank.coordinates["pp"])
         assert (states.parameters, states.gradients) == (rank.states["parameters"], rank.states["gradients"])
 
 

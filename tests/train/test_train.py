@@ -200,9 +200,9 @@ def test_no_pickle_is_read_by_ranks_that_train_compare_save_and_load(tmp_path):
 
 @pytest.mark.long
 def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
-    first = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
-    checkpoint.lock.take(tmp_path, first, 0)
-    (tmp_path / checkpoint.lock.OWNER).read_text()
+    first = checkpoint.files.FileLock(tmp_path / checkpoint.files.LOCK)
+    checkpoint.files.take(tmp_path, first, 0)
+    (tmp_path / checkpoint.files.OWNER).read_text()
     run = (LLAMA, Layout(), PLAN, Checkpoints(str(tmp_path), every=2))
     (text,) = launch(by_each, 1, [run])[0]
     assert f"is in use by another run (process {os.getpid()} on " in text and "or give another folder" in text, text
@@ -217,22 +217,22 @@ def test_a_folder_that_cannot_be_written_or_is_too_full_is_found_before_the_firs
     run = (LLAMA, Layout(), PLAN, Checkpoints(str(tmp_path / "file" / "folder"), every=2))
     (text,) = launch(by_each, 1, [run])[0]
     assert text.startswith("Refused: the folder of checkpoints is ") and "cannot be written" in text
-    lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
+    lock = checkpoint.files.FileLock(tmp_path / checkpoint.files.LOCK)
     with pytest.raises(
         ValueError, match=r"takes 1,000,000,000.0 MB, 1 more must fit at once, and the disk of .* MB left"
     ):
-        checkpoint.lock.take(tmp_path, lock, 10**15)
+        checkpoint.files.take(tmp_path, lock, 10**15)
     assert not lock.is_locked
 
 
 def test_there_must_be_room_for_all_checkpoints_that_a_run_has_at_once(tmp_path, monkeypatch):
     """Two are kept, and a third is written before the oldest goes; what is there already is not needed again."""
-    lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
-    monkeypatch.setattr(checkpoint.lock.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * 10**6))
+    lock = checkpoint.files.FileLock(tmp_path / checkpoint.files.LOCK)
+    monkeypatch.setattr(checkpoint.files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * 10**6))
     with pytest.raises(ValueError, match=r"a checkpoint takes 1.0 MB, 3 more must fit at once, .* has 2.0 MB left"):
-        checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+        checkpoint.files.take(tmp_path, lock, 10**6, at_once=3)
     (tmp_path / "step-00000005").mkdir()
-    checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+    checkpoint.files.take(tmp_path, lock, 10**6, at_once=3)
     lock.release()
     kept = Checkpoints(str(tmp_path), every=2, keep=2)
     assert [kept.most_at_once(steps) for steps in (1, 2, 3, 4, 60)] == [1, 1, 2, 2, 3]

@@ -10,7 +10,7 @@ from course_lib.layout import Layout
 from course_lib.measure.trace import read_traces, seconds_of
 from course_lib.train import Logs, TrainPlan, trainer
 from course_lib.train.options import Options
-from course_lib.train.step_trace import trace_problem
+from course_lib.train.step_clock import trace_problem
 
 LAYOUT, PLAN = Layout.parse("tp=2"), TrainPlan(steps=4, seq_len=16)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kept_bytes import kept_bytes
 
+from course_lib.config import preset
 from course_lib.model import build
-from course_lib.model.llama import preset
 from course_lib.training import offload_activations
 
 TOY = preset("toy")

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from course_lib.config import preset
 from course_lib.model import build
-from course_lib.model.llama import preset
 from course_lib.training import LossScaler, TrainConfig, accumulate_gradients, loss_of, make_optimizer, train_step
 from course_lib.training import loop as training
 from course_lib.training.data import batch, tokens

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from course_lib.config import preset
 from course_lib.launch import RankError, launch
 from course_lib.model import build
-from course_lib.model.llama import preset
 from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
 from course_lib.weights.hf_weights import config_from_transformers

@@ -37,7 +37,7 @@ def test_flat_ranges_of_cut_tensors_tile_the_whole_ones_and_carry_their_numbers(
     written = {name: torch.zeros_like(x) for name, x in wholes.items()}
     for tp_rank in range(tp_size):
         parts = [x if cuts[name] is None else cuts[name].part(x, tp_rank) for name, x in wholes.items()]
-        places = [place_of(name, part.shape, cuts[name], tp_rank) for name, part in zip(wholes, parts, strict=True)]
+        places = [place_of(name, part, cuts[name], tp_rank) for name, part in zip(wholes, parts, strict=True)]
         flat_P = flatten_and_pad(parts, num_shards)
         for shard, shard_p in enumerate(flat_P.chunk(num_shards)):
             pieces = pieces_of(places, shard * len(shard_p), shard_p)
@@ -58,7 +58,7 @@ def test_flat_ranges_of_cut_tensors_tile_the_whole_ones_and_carry_their_numbers(
 
 def test_what_is_read_into_a_piece_is_in_the_flat_buffer():
     flat_p = torch.zeros(14)
-    places = [place_of("w", (4, 5), None, 0)]
+    places = [place_of("w", torch.empty(4, 5), None, 0)]
     pieces = pieces_of(places, 6, flat_p)
     assert [(piece.offsets, tuple(piece.tensor.shape)) for piece in pieces] == [((1, 1), (1, 4)), ((2, 0), (2, 5))]
     for piece in pieces:

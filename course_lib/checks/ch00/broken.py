@@ -1,11 +1,10 @@
 """Table of chapter 00, exercise 9: a broken program, whose ranks call collectives of one shape in different orders."""
 
 import torch
+import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks
+from course_lib.checks import Each, Exercise, Stops, numbers, result
 
 
 class Summary:
@@ -47,14 +46,14 @@ def _of_the_fewest(program, values, batch_size):
     return _Summed.mean(program, values[: shortest // batch_size * batch_size or shortest], batch_size)
 
 
-def _values(rng) -> list[tuple]:
+def _values(rng):
     """Ranks with 1, 2, 3, ... batches, the last of them not full."""
-    size, generator = rng.choice([2, 3, 4]), fresh_generator(rng)
-    return [(size, Each([numbers(generator, 4 * rank + 3) + rank for rank in range(size)]), 4)]
+    size = rng.choice([2, 3, 4])
+    return [(size, Each([numbers(rng, 4 * rank + 3) + rank for rank in range(size)]), 4)]
 
 
 def _watch(answer, values, batch_size):
-    return on_ranks(lambda values, batch_size, group: answer(group).of(values, batch_size), values, batch_size)
+    return result(answer(dist.group.WORLD).of, values[dist.get_rank()], batch_size)
 
 
 WRONG = {
@@ -64,6 +63,4 @@ WRONG = {
     },
     "the mean lacks the values of ranks that have more batches than others": {"mean": _of_the_fewest},
 }
-check_summary = Exercise(
-    _Summed, _values, WRONG, lambda *args: {"the result": _watch(*args)["the result"]}, ranks=True, seconds=3.0
-)
+check_summary = Exercise(_Summed, _values, WRONG, _watch, ranks=True, seconds=3.0)

@@ -1,55 +1,40 @@
-"""Tables of exercises 1 to 6: each answer runs on real ranks, and its values, messages and bytes are compared.
-
-Numbers are whole (as float64), so that sums are exact in any order. No element of one rank is an element of another.
-"""
+"""Tables of exercises 1 to 6: each answer runs on real ranks, and its values, messages and bytes are compared."""
 
 import math
-import random
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import fresh_generator, fresh_seed
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, Each, MessageLog, agree, collective
+from course_lib.checks import Cost, Each, Exercise, Stops, agree, fresh_seed, numbers
+from course_lib.checks.watch import MessageLog, collective
 from course_lib.comm import all_gather, all_gather_json, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
 from course_lib.measure import ByteMeter
-from course_lib.minimal.ring import ring_all_reduce
+from course_lib.minimal.ring import ring_all_reduce, send_and_receive
 
 
-def _one_each(rng: random.Random, world_size: int, length: int) -> Each:
-    generator = fresh_generator(rng)
-    return Each(
-        1000.0 * (rank + 1) + torch.randint(100, (length,), generator=generator).double() for rank in range(world_size)
-    )
+def one_each(rng, world_size, length):
+    """Numbers for each rank."""
+    return Each(numbers(rng, length) for _ in range(world_size))
 
 
-def swap(x: Tensor, to: int, source: int, group) -> Tensor:
+def swap(x, to, source, group):
     """Send x and receive a tensor of its length, both at once."""
     received = torch.empty_like(x)
-    handles = [dist.isend(x, group=group, group_dst=to), dist.irecv(received, group=group, group_src=source)]
-    for handle in handles:
-        handle.wait()
+    send_and_receive(x, to, received, source, group)
     return received
 
 
 # ------------------------------------------------------------------------------------ 1. unequal shares
-def _mean_of_shares(losses_b, group):
+def _mean_of_shares(losses_b, group, total_of=torch.sum):
     """The mean over all samples of a group, from one all-reduce, also if a rank has no sample."""
-    total, count = all_reduce(torch.stack([losses_b.sum(), losses_b.new_tensor(len(losses_b))]), group)
+    total, count = all_reduce(torch.stack([total_of(losses_b), losses_b.new_tensor(len(losses_b))]), group)
     return total / count
 
 
-def _weighted_by_own_mean(losses_b, group):
-    count = losses_b.new_tensor(len(losses_b))
-    total, count = all_reduce(torch.stack([losses_b.mean() * count, count]), group)  # 0 / 0 on a rank without samples
-    return total / count
-
-
-def _shares(rng: random.Random) -> list[tuple]:
+def _shares(rng):
     """Four ranks, one of them at times without samples; last, groups of two of them."""
     some = rng.sample([3, 5, 6, 7, 8, 9], 4)  # none is the size of a group: dividing by either would look alike
     with_none = rng.sample([0, *some[1:]], 4)
@@ -57,8 +42,7 @@ def _shares(rng: random.Random) -> list[tuple]:
 
 
 def _watch_mean(answer, samples_of_ranks, group, seed):
-    draw = torch.Generator().manual_seed(seed + dist.get_rank())
-    losses_b = torch.randint(1000, (samples_of_ranks[dist.get_rank()],), generator=draw).double()
+    losses_b = numbers(seed + dist.get_rank(), samples_of_ranks[dist.get_rank()])
     given = losses_b.clone()
     with ByteMeter() as meter:
         result = answer(given, make_groups(Mesh(dp=2, tp=2))["dp"] if group == "dp" else dist.group.WORLD)
@@ -70,9 +54,7 @@ _WRONG_MEAN = {
         lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
     ),
     "summed, not averaged": lambda losses_b, group: all_reduce(losses_b.sum(), group),
-    "divided by the number of ranks, not by the number of samples": lambda losses_b, group: all_reduce(
-        losses_b.sum(), group, op="mean"
-    ),
+    "divided by the number of ranks, not by the number of samples": lambda x, group: all_reduce(x.sum(), group, "mean"),
     "divided by this rank's number of samples; the count must be summed over the ranks too": (
         lambda losses_b, group: all_reduce(losses_b.sum(), group) / len(losses_b)
     ),
@@ -81,7 +63,9 @@ _WRONG_MEAN = {
     "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: _mean_of_shares(
         losses_b, dist.group.WORLD
     ),
-    "the result is nan; a rank without samples has no mean, but a sum (0) and a count (0)": _weighted_by_own_mean,
+    "the result is nan; a rank without samples has no mean, but a sum (0) and a count (0)": {
+        "total_of": lambda losses_b: losses_b.mean() * len(losses_b)  # 0 / 0 on a rank without samples
+    },
     "each call costs its latency; put the sum and the count into one tensor": lambda losses_b, group: (
         all_reduce(losses_b.sum(), group) / all_reduce(losses_b.new_tensor(len(losses_b)), group)
     ),
@@ -104,30 +88,14 @@ def _ring_all_gather(x_shard, lengths, group, order=lambda shards, rank: shards,
     return torch.cat(order(shards, rank))
 
 
-def _padded_collective(x_shard, lengths, group):
-    padded = torch.cat([x_shard, x_shard.new_zeros(max(lengths) - len(x_shard))])
-    rows = all_gather(padded, group).view(len(lengths), -1)
-    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-
-
-def _straight_to_everybody(x_shard, lengths, group):
-    shards = [x_shard if rank == group.rank() else x_shard.new_empty(length) for rank, length in enumerate(lengths)]
-    return torch.cat([_tree_broadcast(shard, rank, group) for rank, shard in enumerate(shards)])
-
-
-def _unequal_shards(rng: random.Random) -> list[tuple]:
-    cases = []
-    for size in (rng.choice([2, 3]), 4):
-        lengths = rng.sample(range(1, 12), size)
-        shards = Each(1000.0 * rank + torch.arange(length).double() for rank, length in enumerate(lengths))
-        cases.append((size, shards, lengths))
-    return cases
+def _unequal_shards(rng):
+    lengths = [rng.sample(range(1, 12), size) for size in (rng.choice([2, 3]), 4)]
+    return [(len(of_ranks), Each(numbers(rng, length) for length in of_ranks), of_ranks) for of_ranks in lengths]
 
 
 def _watch_ring(answer, shards, lengths):
-    seen = collective(answer, shards, lengths)
+    seen = collective(answer, shards, lengths, leave_out=["messages sent and received"])
     right = (dist.get_rank() + 1) % len(lengths)
-    del seen["collectives called"]
     return {"sent to others than its right neighbour": sorted(set(seen.pop("sent to")) - {right})} | seen
 
 
@@ -145,8 +113,15 @@ _WRONG_RING = {
     "its two ends disagree on its length": Stops(
         lambda x_shard, lengths, group: _ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
     ),
-    "only send and recv are allowed here": Stops(_padded_collective),
-    "only to its right neighbour": Stops(_straight_to_everybody),
+    "only send and recv are allowed here": Stops(lambda x, lengths, group: all_gather(x[:1], group)),
+    "only to its right neighbour": Stops(
+        lambda x_shard, lengths, group: torch.cat(
+            [
+                _tree_broadcast(x_shard.new_empty(n) if r != group.rank() else x_shard, r, group)
+                for r, n in enumerate(lengths)
+            ]
+        )
+    ),
 }
 _SAYS_RING = {
     "sent to others than its right neighbour": "in a ring a rank sends only to its right neighbour",
@@ -182,11 +157,6 @@ def _tree_broadcast(x, src, group, children=_doubling_tree, root=None):
     return x
 
 
-def _roots(rng: random.Random) -> list[tuple]:
-    lengths = [(size, rng.randrange(1, 40)) for size in (3, 4, 5)]
-    return [(n, _one_each(rng, n, length), src) for n, length in lengths for src in (rng.randrange(1, n), 0)]
-
-
 def _watch_tree(answer, inputs, src):
     x = inputs[dist.get_rank()].clone()
     with MessageLog() as log, ByteMeter() as meter:
@@ -206,10 +176,7 @@ def _watch_tree(answer, inputs, src):
 
 _WRONG_TREE = {
     "every rank has rank 0's tensor; the root is `src`": {"root": 0},
-    "it still has its own tensor; nothing was received or kept": lambda x, *given: (
-        _tree_broadcast(x, *given),
-        x.clone(),
-    )[1],
+    "it still has its own tensor; nothing was received or kept": lambda x, src, group: x.clone(),
     "it received more often than needed; send only to who has nothing": {
         "children": lambda position, size: list(range(1, size)) if position == 0 else [2] if position == 1 else []
     },
@@ -219,9 +186,7 @@ _WRONG_TREE = {
     "some ranks that have the tensor wait while others send; in each round all of them should send": {
         "children": lambda position, size: [position + 1] if position + 1 < size else []
     },
-    "only send and recv are allowed here": Stops(
-        lambda x, src, group: all_reduce(x if dist.get_rank(group) == src else torch.zeros_like(x), group)
-    ),
+    "only send and recv are allowed here": Stops(lambda x, src, group: all_reduce(x, group)),
 }
 _SAYS_TREE = {
     "times that it received": "send only to who has nothing",
@@ -233,7 +198,7 @@ _HANG_TREE = (
 )
 check_tree_broadcast = Exercise(
     _tree_broadcast,
-    _roots,
+    lambda rng: [(n, one_each(rng, n, 20), src) for n in (3, 4, 5) for src in (rng.randrange(1, n), 0)],
     _WRONG_TREE,
     _watch_tree,
     _SAYS_TREE,
@@ -269,37 +234,21 @@ def _one_rank_at_a_time(x, distance, group):
     return x.clone()
 
 
-def _distances(rng: random.Random) -> list[tuple]:
-    small, large = rng.randrange(1, 9), rng.randrange(50_000, 60_000)
-    among_3 = [(1, small), (0, small), (-1, small), (3, small), (rng.randrange(4, 9), large)]
-    among_3.append((-rng.randrange(4, 9), small))
-    of_sizes = [(3, *case) for case in among_3] + [(4, 2, small), (4, 2, large)]
-    return [(size, _one_each(rng, size, length), distance) for size, distance, length in of_sizes]
-
-
-def _watch_shift(answer, inputs, distance):
-    seen = collective(answer, inputs, distance)
-    return {what: value for what, value in seen.items() if what not in ("sent to", "collectives called")}
+def _distances(rng):
+    among_3, small, large = rng.randrange(4, 9), rng.randrange(1, 9), rng.randrange(50_000, 60_000)
+    cases = [(3, distance, small) for distance in (1, 0, -1, 3, -among_3)]
+    cases += [(3, among_3, large), (4, 2, small), (4, 2, large)]
+    return [(size, one_each(rng, size, length), distance) for size, distance, length in cases]
 
 
 _WRONG_SHIFT = {
-    "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
-        x, -distance, group
-    ),
-    "it has zeros: was the message waited for?": lambda x, distance, group: (
-        0 * x if distance % dist.get_world_size(group) else x.clone()
-    ),
+    "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, far, group: shift(x, -far, group),
+    "it has zeros: was the message waited for?": lambda x, far, group: 0 * x if far % group.size() else x.clone(),
     "it has its own tensor": lambda x, distance, group: x.clone(),
-    "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
+    "it has its left neighbour's tensor: the distance was not used": {"distance": 1},
     "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
-    "even ranks talk to even ranks": Stops(
-        partial(_blocking, begins_with_recv=lambda rank, size, distance: rank % 2 == 1)
-    ),
-    "would send to itself or receive from itself": Stops(
-        lambda x, distance, group: (
-            shift(x, distance, group) if distance % dist.get_world_size(group) else recv(x, dist.get_rank(group), group)
-        )
-    ),
+    "even ranks talk to even ranks": Stops(partial(_blocking, begins_with_recv=lambda rank, *_: rank % 2 == 1)),
+    "would send to itself or receive from itself": Stops(lambda x, distance, group: recv(x, group.rank(), group)),
 }
 _SAYS_SHIFT = {"bytes sent": "one message over the whole distance, and none where that is a whole turn"}
 _HANG_SHIFT = (
@@ -307,7 +256,14 @@ _HANG_SHIFT = (
     "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other."
 )
 check_shift = Exercise(
-    shift, _distances, _WRONG_SHIFT, _watch_shift, _SAYS_SHIFT, right=_blocking, ranks=_HANG_SHIFT, seconds=4.0
+    shift,
+    _distances,
+    _WRONG_SHIFT,
+    partial(collective, leave_out=["sent to", "messages sent and received"]),
+    _SAYS_SHIFT,
+    right=_blocking,
+    ranks=_HANG_SHIFT,
+    seconds=4.0,
 )
 
 
@@ -321,20 +277,8 @@ def doubling(x, group, distances=lambda size: [2**step for step in range(int(mat
     return total
 
 
-def _powers_of_two(rng: random.Random) -> list[tuple]:
-    length = rng.randrange(5, 30)
-    return [(size, _one_each(rng, size, length)) for size in (2, 4)]
-
-
-def _watch_doubling(answer, inputs):
-    seen = collective(answer, inputs)
-    del seen["sent to"]
-    sent = seen.pop("bytes sent")
-    return seen | {"messages sent and received": seen.pop("collectives called"), "bytes sent": sent}
-
-
 _WRONG_DOUBLING = {
-    "the sum of the first pair; log2 G exchanges are needed": lambda x, group: doubling(x, group, lambda size: [1]),
+    "the sum of the first pair; log2 G exchanges are needed": {"distances": lambda size: [1]},
     "each exchange must send the running sum, not the tensor that the rank began with": {"running": False},
     "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
     "it has its own tensor": lambda x, group: x.clone(),
@@ -346,7 +290,12 @@ _WRONG_DOUBLING = {
 _SAYS_DOUBLING = {"messages sent and received": "in log2 G exchanges each rank sends and receives once"}
 _HANG_DOUBLING = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
 check_all_reduce_by_doubling = Exercise(
-    doubling, _powers_of_two, _WRONG_DOUBLING, _watch_doubling, _SAYS_DOUBLING, ranks=_HANG_DOUBLING
+    doubling,
+    lambda rng: [(size, one_each(rng, size, rng.randrange(5, 30))) for size in (2, 4)],
+    _WRONG_DOUBLING,
+    partial(collective, leave_out=["sent to"]),
+    _SAYS_DOUBLING,
+    ranks=_HANG_DOUBLING,
 )
 
 
@@ -356,24 +305,18 @@ def _two_levels(x_P, node_group, cross_group):
     return all_gather(all_reduce(reduce_scatter(x_P, node_group), cross_group), node_group)
 
 
-def _nodes(rng: random.Random) -> list[tuple]:
-    return [(g * n, n, g, 12 * rng.randrange(1, 9), fresh_seed(rng)) for n, g in ((1, 3), (3, 1), (2, 2))]
-
-
 def _watch_levels(answer, num_nodes, ranks_per_node, length, seed):
-    groups, draw = make_groups(Mesh(dp=num_nodes, tp=ranks_per_node)), torch.Generator()
-    x_P = torch.randint(1000, (length,), generator=draw.manual_seed(seed + dist.get_rank())).double()
+    groups, x_P = make_groups(Mesh(dp=num_nodes, tp=ranks_per_node)), numbers(seed + dist.get_rank(), length)
     given = x_P.clone()
     with ByteMeter(axes=groups) as meter:
         result = answer(given, groups["tp"], groups["dp"])
-    sent = {axis: Cost(meter.by_axis.get(axis, 0)) for axis in ("other", "dp", "tp")}
-    return {
-        "the sum": result,
-        "arguments changed": not agree(given, x_P),
-        "bytes sent over the whole world": sent["other"],
-        "bytes sent between nodes": sent["dp"],
-        "bytes sent inside the node": sent["tp"],
+    axes = {
+        "bytes sent over the whole world": "other",
+        "bytes sent between nodes": "dp",
+        "bytes sent inside the node": "tp",
     }
+    sent = {what: Cost(meter.by_axis.get(axis, 0)) for what, axis in axes.items()}
+    return {"the sum": result, "arguments changed": not agree(given, x_P)} | sent
 
 
 _WRONG_LEVELS = {
@@ -400,7 +343,14 @@ _SAYS_LEVELS = {
     "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
     "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
 }
-check_all_reduce_in_two_levels = Exercise(_two_levels, _nodes, _WRONG_LEVELS, _watch_levels, _SAYS_LEVELS, ranks=True)
+check_all_reduce_in_two_levels = Exercise(
+    _two_levels,
+    lambda rng: [(g * n, n, g, 12 * rng.randrange(1, 9), fresh_seed(rng)) for n, g in ((1, 3), (3, 1), (2, 2))],
+    _WRONG_LEVELS,
+    _watch_levels,
+    _SAYS_LEVELS,
+    ranks=True,
+)
 
 
 def broadcast_rounds(messages: list[list[tuple[str, int]]], src: int) -> int:

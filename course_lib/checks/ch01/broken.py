@@ -3,9 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, fresh_seed, numbers
 from course_lib.compare.trials import sgd
 from course_lib.config import ModelConfig
 from course_lib.minimal.memory import Tracker
@@ -38,24 +36,18 @@ class LoggedRun:
         self.optimizer.zero_grad()
 
 
-def _logging(number_of, keeps=None) -> type:
-    """Return the program that logs number_of a tensor, and keeps one more tensor of each step."""
+def _logging(number_of, keeps=lambda logits_BSV: None, entries=None) -> type:
+    """Return the program that logs number_of a tensor, keeps a tensor of each step, or the last entries alone."""
 
     class Logging(LoggedRun):
         def log(self, loss, logits_BSV):
             with torch.no_grad():
                 sure = number_of(logits_BSV.softmax(-1).amax(-1).mean())
-            self.losses.append(number_of(loss.detach()))
-            self.sureness.append(sure)
-            self.kept = [*getattr(self, "kept", []), keeps and keeps(logits_BSV)]
+            self.losses = [*self.losses, number_of(loss.detach())][entries:]
+            self.sureness = [*self.sureness, sure][entries:]
+            self.kept = [*getattr(self, "kept", []), keeps(logits_BSV)]
 
     return Logging
-
-
-class _LastAlone(_logging(float)):
-    def log(self, loss, logits_BSV):
-        self.losses, self.sureness = [], []
-        super().log(loss, logits_BSV)
 
 
 class _SureOfTheScore(_logging(float)):
@@ -84,7 +76,7 @@ WRONG = {
         LoggedRun,
         _logging(float, torch.Tensor.detach),
     ],
-    "the log has less than one entry for each step": _LastAlone,
+    "the log has less than one entry for each step": _logging(float, entries=-1),
     "how sure the model was is another number than before": _SureOfTheScore,
 }
 check_logged_run = Exercise(

@@ -7,10 +7,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import copied
+from course_lib.checks import Exercise, Stops, copied, numbers
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
 from course_lib.memory.states import RECIPES
@@ -39,7 +38,7 @@ def _share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, **
     return use["times"] * flops * tokens_per_s / (num_gpus * peak_flops_per_s)
 
 
-def _logs(rng: random.Random) -> list[tuple]:
+def _logs(rng):
     cases = []
     for tied in (False, True):
         config, num_gpus = random_llama(rng, tied), rng.choice([2, 4, 16])
@@ -59,9 +58,7 @@ WRONG_MFU = {
     "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": {"per_weight": 8},
     "recomputation's second forward counts in HFU; MFU counts three passes and not four": {"times": 4 / 3},
     "these are the FLOPs of forward; backward costs twice as many again": {"times": 1 / 3},
-    "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
-        _share_of_peak(config, seq_len, speed, 1, peak)
-    ),
+    "this is the peak of one GPU; all of them could have computed": {"num_gpus": 1},
     "return a share, not percent": {"times": 100},
     "return one number": Stops(lambda *case: f"{_share_of_peak(*case):.1%}"),
 }
@@ -70,16 +67,14 @@ check_mfu = Exercise(_share_of_peak, _logs, WRONG_MFU, says=_SAYS_MFU)
 
 
 # ------------------------------------------------------------------------------------ 2. states
-def state_bytes(model, recipe, resident=None, gradients=None, optimizer=None, masters=True):
-    """Bytes of parameters, gradients and optimizer states; an argument is another count of parameters."""
-    everything = sum(param.numel() for param in model.parameters())
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    count = {"all": everything, "trained": trained}
-    resident, gradients, optimizer = (
-        count.get(given, given) for given in (resident or "all", gradients or "trained", optimizer or "trained")
+def state_bytes(model, recipe, trained_alone=("gradients", "optimizer"), masters=True, params=nn.Module.parameters):
+    """Bytes of parameters, gradients, optimizer states; trained_alone: kinds of which frozen parameters have none."""
+    of_one = {"parameters": recipe.param_bytes, "gradients": recipe.grad_bytes, "optimizer": recipe.moment_bytes}
+    of_one["optimizer"] += recipe.master_bytes if masters else 0
+    return tuple(
+        sum(size * p.numel() for p in params(model) if p.requires_grad or kind not in trained_alone)
+        for kind, size in of_one.items()
     )
-    of_state = recipe.moment_bytes + (recipe.master_bytes if masters else 0)
-    return resident * recipe.param_bytes, gradients * recipe.grad_bytes, optimizer * of_state
 
 
 def _watch_states(answer, config, recipe):
@@ -90,13 +85,13 @@ def _watch_states(answer, config, recipe):
 
 
 _WRONG_STATES = {
-    "a frozen parameter has no gradient and no optimizer state": {"gradients": "all", "optimizer": "all"},
-    "a frozen parameter is still there: forward needs it": {"resident": "trained"},
+    "a frozen parameter has no gradient and no optimizer state": {"trained_alone": ()},
+    "a frozen parameter is still there: forward needs it": {"trained_alone": ("parameters", "gradients", "optimizer")},
     "the optimizer's part lacks the FP32 master parameters": {"masters": False},
-    "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
-        model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
-    ),
-    "frozen parameters have no gradient, and no optimizer state either": {"optimizer": "all"},
+    "the tied matrix is counted twice; model.parameters() names it once": {
+        "params": lambda model: [param for _, param in model.named_parameters(remove_duplicate=False)]
+    },
+    "frozen parameters have no gradient, and no optimizer state either": {"trained_alone": ("gradients",)},
     "return three numbers": Stops(lambda model, recipe: sum(state_bytes(model, recipe))),
 }
 _SAYS_STATES = {
@@ -133,17 +128,8 @@ def _measured_on_an_mlp(kind, tokens, d_model, d_ff, itemsize):
 def mlp_bytes(kind, tokens, d_model, d_ff, itemsize, narrow=1, weights=0, **wide):
     """The formula; arguments: tensors of width D, of width F by kind, whether weights count."""
     of_weights = weights * (3 if kind == "swiglu" else 2) * d_model * d_ff
-    return (
-        tokens * (narrow * d_model + ({"relu": 1, "gelu": 2, "swiglu": 4} | wide)[kind] * d_ff) + of_weights
-    ) * itemsize
-
-
-def _mlps(rng: random.Random) -> list[tuple]:
-    kinds = [(kind, itemsize) for kind in ("relu", "gelu", "swiglu") for itemsize in (2, 4)]
-    return [
-        (kind, rng.randrange(5, 20), 2 * rng.randrange(8, 20), 2 * rng.randrange(41, 60), itemsize)
-        for kind, itemsize in kinds
-    ]
+    wide = {"relu": 1, "gelu": 2, "swiglu": 4} | wide
+    return (tokens * (narrow * d_model + wide[kind] * d_ff) + of_weights) * itemsize
 
 
 wrong = partial(partial, mlp_bytes)
@@ -159,7 +145,15 @@ _WRONG_MLP = {
     "these are numbers, not bytes": lambda *case: mlp_bytes(*case[:-1], 1),
     "every number is counted with 4 bytes, also in BF16": lambda *case: mlp_bytes(*case[:-1], 4),
 }
-check_mlp_kept_bytes = Exercise(_measured_on_an_mlp, _mlps, _WRONG_MLP)
+check_mlp_kept_bytes = Exercise(
+    _measured_on_an_mlp,
+    lambda rng: [
+        (kind, rng.randrange(5, 20), 2 * rng.randrange(8, 20), 2 * rng.randrange(41, 60), itemsize)
+        for kind in ("relu", "gelu", "swiglu")
+        for itemsize in (2, 4)
+    ],
+    _WRONG_MLP,
+)
 
 
 # ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
@@ -185,37 +179,26 @@ def _function(backward=lambda grad, g, u, s: (grad * u * _slope(g, s), grad * g 
     return lambda gate, up: SwiGLU.apply(gate, up)
 
 
-def _checkpointed(gate, up):
-    return torch.utils.checkpoint.checkpoint(lambda g, u: F.silu(g) * u, gate, up, use_reentrant=True)
-
-
 def _watch_swiglu(answer, gate, up, grad):
-    mine, kept = copied([gate, up]), {}
+    kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    for tensor in mine:
-        tensor.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        product = answer(*mine)
+        product = answer(gate.requires_grad_(), up.requires_grad_())
     has_graph = isinstance(product, Tensor) and product.grad_fn is not None
     if has_graph and product.shape == grad.shape:
         product.backward(grad)
     return {
         "the product": copied(product, as_results=True),
         "the product has a gradient": has_graph,
-        "gate and up got a gradient": [one.grad is not None for one in mine],
-        "the gradient of gate": mine[0].grad,
-        "the gradient of up": mine[1].grad,
+        "gate and up got a gradient": [one.grad is not None for one in (gate, up)],
+        "the gradient of gate": gate.grad,
+        "the gradient of up": up.grad,
         "tensors that autograd keeps": sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / gate.nbytes,
     }
-
-
-def _activations(rng: random.Random) -> list[tuple]:
-    shape = rng.randrange(3, 9), rng.randrange(10, 30)
-    return [tuple(numbers(rng, *shape) for _ in range(3))]
 
 
 _WRONG_SWIGLU = {
@@ -237,4 +220,11 @@ _SAYS_SWIGLU = {
     "gate and up got a gradient": "backward returns one for each input of forward",
     "tensors that autograd keeps": "keep gate and up, and compute the others again in backward",
 }
-check_swiglu = Exercise(_function(), _activations, _WRONG_SWIGLU, _watch_swiglu, _SAYS_SWIGLU, right=_checkpointed)
+check_swiglu = Exercise(
+    _function(),
+    lambda rng: [tuple(numbers(rng, 6, 20) for _ in range(3))],
+    _WRONG_SWIGLU,
+    _watch_swiglu,
+    _SAYS_SWIGLU,
+    right=lambda gate, up: checkpoint(lambda g, u: F.silu(g) * u, gate, up, use_reentrant=True),
+)

@@ -1,14 +1,13 @@
 """Table of chapter 01, the last exercise: a memory tracker, in small scenes first, then in steps of training."""
 
-import random
 import weakref
+from contextlib import nullcontext
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from course_lib.checks import Exercise, but, fresh_seed
 from course_lib.checks.ch01.single_gpu_memory import random_llama
-from course_lib.checks.core import but, fresh_seed
-from course_lib.checks.table import Exercise
 from course_lib.minimal.memory import Tracker
 from course_lib.model import build
 from course_lib.training import loss_of
@@ -18,41 +17,24 @@ _MANY = 40  # storages, so that some lie where others were
 
 def _watch(tracker_type, size, config, shape, seed):
     """Bytes of storages alive and their peak; the names of what is seen are the keys of SAYS."""
-    scenes = (_existing, _results, _views, _slices, _releases, _again)
-    seen = {what: value for scene in scenes for what, value in scene(tracker_type, size).items()}
+    seen = _in_use(tracker_type, size) | _releases(tracker_type, size) | _again(tracker_type, size)
     torch.manual_seed(seed)
     peaks = [_peak_of_a_step(tracker_type, config, shape, foreach) for foreach in (False, True)]
     return {"kind of number": type(next(iter(seen.values()))).__name__} | seen | {"peak of a training step": peaks}
 
 
-def _existing(tracker_type, size):
-    x = torch.zeros(size)
+def _in_use(tracker_type, size):
+    x, first = torch.zeros(size, 2), torch.ones(size)[:1]
     with tracker_type([x, x.view(-1)]) as tracker:
-        return {"now_bytes of what is given": tracker.now_bytes, "peak_bytes of what is given": tracker.peak_bytes}
-
-
-def _results(tracker_type, size):
-    with tracker_type([]) as tracker:
-        x = torch.ones(size)
+        seen = {"now_bytes of what is given": tracker.now_bytes, "peak_bytes of what is given": tracker.peak_bytes}
         pair = torch.sort(x)  # values, and their places in int64
-        seen = {"now_bytes after a sort": tracker.now_bytes}
-    del pair
-    return seen
-
-
-def _views(tracker_type, size):
-    x = torch.zeros(size, 2)
-    with tracker_type([x]) as tracker:
+        seen["now_bytes after a sort"] = tracker.now_bytes
         views = [x.view(-1), x.t(), x[1:], x.add_(1)]
-        seen = {"now_bytes after views": tracker.now_bytes}
-    del views
-    return seen
-
-
-def _slices(tracker_type, size):
-    first = torch.ones(size)[:1]
+        seen["now_bytes after views"] = tracker.now_bytes
     with tracker_type([first]) as tracker:
-        return {"now_bytes of a slice": tracker.now_bytes}
+        seen["now_bytes of a slice"] = tracker.now_bytes
+    del pair, views
+    return seen
 
 
 def _releases(tracker_type, size):
@@ -86,20 +68,16 @@ def _peak_of_a_step(tracker_type, config, shape, foreach):
     model = build(config)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     ids_BS = torch.randint(config.vocab_size, shape)
-
-    def step() -> None:
-        loss_of(model, ids_BS.clone(), ids_BS.roll(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    with tracker_type([*model.parameters(), *states]) as tracker:
-        step()
+    for tracked in (False, True):
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        with tracker_type([*model.parameters(), *states]) if tracked else nullcontext() as tracker:
+            loss_of(model, ids_BS.clone(), ids_BS.roll(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return tracker.peak_bytes
 
 
-def _scenes(rng: random.Random) -> list[tuple]:
+def _scenes(rng):
     shape = rng.randrange(1, 4), rng.choice([8, 64])
     return [(rng.randrange(20, 90), random_llama(rng, tied=False), shape, fresh_seed(rng))]
 

@@ -1,22 +1,18 @@
 """Tables of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
 
 import math
-import random
 from contextlib import nullcontext
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, copied
+from course_lib.checks import Cost, Exercise, Stops, copied, fresh_seed, numbers
+from course_lib.checks.ch02.techniques import output_and_lse
 from course_lib.measure import MemoryTracker
+from course_lib.minimal.memory import Tracker
 from course_lib.minimal.recompute import autocast_as_now
 
 
@@ -29,6 +25,8 @@ class _Recomputed(torch.autograd.Function):
         ctx.how, ctx.block, ctx.params = how, block, params
         ctx.state, ctx.autocast = torch.get_rng_state(), autocast_as_now(x)
         ctx.save_for_backward(x, *([x.repeat(4, 1)] if "keeps more" in how else []))
+        if "twice" in how:
+            block(x)
         return block(x)
 
     @staticmethod
@@ -53,41 +51,20 @@ def recompute(block, x, how=()):
     return _Recomputed.apply(how, block, x, *block.parameters())
 
 
-def _runs_twice_in_forward(block, x):
-    block(x.detach())
-    return block(x)
-
-
-def _detached(block, x):
-    with torch.no_grad():
-        return block(x)
-
-
-class _DroppingBlock(nn.Module):
-    def __init__(self, seed: int, width: int, dtype: torch.dtype):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.up, self.down = (
-            nn.Parameter(numbers(generator, *shape).to(dtype)) for shape in ((width, 4 * width), (4 * width, width))
-        )
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return F.dropout(F.gelu(x @ self.up), 0.5) @ self.down
-
-
-def _inputs_of_a_block(rng: random.Random) -> list[tuple]:
+def _inputs_of_a_block(rng):
     """An input that needs a gradient, one that needs none, and one in float32, which runs under bf16 autocast."""
-    seed, draws, width = fresh_seed(rng), fresh_seed(rng), rng.randrange(3, 6)
-    x, grad = numbers(rng, 6, width), numbers(rng, 6, width)
+    seed, draws, x, grad = fresh_seed(rng), fresh_seed(rng), numbers(rng, 6, 5), numbers(rng, 6, 5)
     of_x = (x.clone().requires_grad_(), x, x.float().requires_grad_())  # autocast leaves float64 as it is
-    return [(seed, draws, width, one, grad) for one in of_x]
+    return [(seed, draws, one, grad) for one in of_x]
 
 
-def _watch_block(answer, seed, draws, width, x, grad):
-    block = _DroppingBlock(seed, width, x.dtype)
+def _watch_block(answer, seed, draws, x, grad):
+    calls = []
     with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = nn.Linear(5, 20), nn.GELU(), nn.Dropout(0.5), nn.Linear(20, 5)
+        block = nn.Sequential(*layers).to(x.dtype)
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
         torch.manual_seed(draws)
         with MemoryTracker(block) as tracker:
             with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
@@ -103,18 +80,19 @@ def _watch_block(answer, seed, draws, width, x, grad):
     return {
         "where x needs a gradient, the output has one" if x.requires_grad else "the output has a gradient": has_graph,
         "the output": copied(out, as_results=True),
-        "times that the block ran": block.calls,
+        "times that the block ran": len(calls),
         "bytes kept for backward beside the input": Cost(max(0, of_kept)),
         "the input got a gradient": x.grad is not None,
         "the parameters got gradients": [param.grad is not None for param in block.parameters()],
-        f"the gradients of x, up and down{under}": [x.grad, block.up.grad, block.down.grad],
+        f"the gradients of x, up and down{under}": [x.grad, *(param.grad for param in block.parameters())],
         "the random number generator after backward": state,
     }
 
 
-wrong = partial(partial, recompute)
 _WRONG_TWICE = {
-    "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
+    "the output requires no gradient; return what your autograd.Function's apply returns": torch.no_grad()(
+        lambda block, x: block(x)
+    ),
     "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
     "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
     "once in forward and once more in backward is right": lambda block, x: block(x),
@@ -129,7 +107,7 @@ _WRONG_TWICE = {
     "torch.get_autocast_dtype) before the first run, and set them for the second": {"how": "no autocast"},
     "after backward the random number generator is elsewhere than without recomputation, so all that follows "
     "changes; put back the state that backward found": {"how": "leaves the generator"},
-    "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
+    "the block ran twice in forward, so dropout drew twice; it must run once": {"how": "twice"},
 }
 _SAYS_TWICE = {
     "times that the block ran": "once in forward and once more in backward is right",
@@ -146,22 +124,15 @@ check_recompute = Exercise(
 
 
 # ------------------------------------------------------------------------------------ attention over blocks
-class _Largest(TorchDispatchMode):
+class _Largest(Tracker):
     nbytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
-        return out
+    def see(self, tensor):
+        self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _windowed_attention(q, k, v, window, block, wrong=""):
-    """Causal attention with a window and grouped heads, over blocks; the diagonal first, so that every row sees a key.
-
-    wrong   what is not right
-    """
+    """Causal attention with a window and grouped heads, over blocks; the diagonal first: every row sees a key."""
     B, N, S, H = q.shape
     times = N // k.shape[1]
     k, v = (x.repeat(1, times, 1, 1) if wrong == "heads" else x.repeat_interleave(times, 1) for x in (k, v))
@@ -196,26 +167,19 @@ def _whole_matrix(q, k, v, window, block):
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
 
 
-def _windows(rng: random.Random) -> list[tuple]:
+def _windows(rng):
     """A window of some blocks, scores whose exp overflows, no window, and one of a single key."""
     K, group, H, block = rng.choice([2, 3]), 2, rng.choice([4, 6]), rng.choice([8, 10])
     seq_len, window = rng.randrange(53, 60), rng.randrange(2 * block + 2, 3 * block)
     q, k, v = (numbers(rng, 2, heads, seq_len, H) for heads in (K * group, K, K))
-    return [
-        (q, k, v, window, block),
-        (40 * q, 40 * k, v, window, block),
-        (q, k, v, seq_len, block),
-        (q, k, v, 1, block),
-    ]
+    cases = ((q, k, window), (40 * q, 40 * k, window), (q, k, seq_len), (q, k, 1))
+    return [(q, k, v, width, block) for q, k, width in cases]
 
 
 def _watch_attention(answer, q, k, v, window, block):
     with _Largest() as largest, FlopCounterMode(display=False) as counter:
-        result = answer(q, k, v, window, block)
-    pair = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
-    return {
-        "the output": pair[0],
-        "the log-sum-exp": pair[1],
+        seen = output_and_lse(answer, q, k, v, window, block)
+    return seen | {
         "bytes of the largest tensor": Cost(largest.nbytes),
         "FLOPs of the products": Cost(counter.get_total_flops()),
     }

@@ -5,8 +5,7 @@ import random
 import torch
 from torch import nn
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed, numbers
 from course_lib.config import ModelConfig
 from course_lib.minimal.recompute import recompute
 from course_lib.model import build

@@ -1,13 +1,11 @@
 """Tables of chapter 02 whose answers are arithmetic: LoRA's bytes, MFU and HFU, the first step that fits."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, numbers
 from course_lib.config import preset
-from course_lib.flops import flops_per_token, forward_flops_per_token, step_flops
+from course_lib.flops import flops_per_token, step_flops
 from course_lib.memory.budget import budget
 from course_lib.memory.states import LoRA
 
@@ -18,7 +16,7 @@ def _merged_weight(weight, lora_a, lora_b, alpha, over=None):
     return weight + alpha / (len(lora_a) if over is None else over) * (lora_b @ lora_a)
 
 
-def _adapters(rng: random.Random) -> list[tuple]:
+def _adapters(rng):
     rank, d_out = rng.randrange(2, 4), rng.randrange(5, 8)
     shapes = ((d_out, d_out), (rank, d_out), (d_out, rank))  # square, so that a swapped product has the right shape
     return [(*(numbers(rng, *shape) for shape in shapes), float(rng.randrange(8, 12)))]  # alpha is unlike d_out
@@ -45,7 +43,7 @@ def lora_bytes(shapes, targets, rank, frozen=2, trained=16):
     return frozen * base + trained * sum(rank * sum(shapes[name]) for name in targets)
 
 
-def _matrices(rng: random.Random) -> list[tuple]:
+def _matrices(rng):
     width, rank = rng.choice([256, 320, 384]), rng.choice([4, 8, 16])
     shapes = {"embed": (1000, width), "q": (width, width), "v": (width // 4, width), "down": (width, 3 * width)}
     return [(shapes, targets, rank) for targets in (("q", "v"), ("v", "down"))]
@@ -85,26 +83,22 @@ def utilisation(config, seq_len, tokens, seconds, gpus, peak, recompute):
     return tokens * flops_per_token(config, seq_len) / could, step_flops(config, tokens, seq_len, recompute) / could
 
 
-def _runs(rng: random.Random) -> list[tuple]:
+def _runs(rng):
     config, seq_len = preset(rng.choice(["llama-3.1-8b", "smollm-1.7b"])), rng.choice([1024, 2048])
-    tokens, seconds, gpus = rng.randrange(4, 9) * 2**18, rng.uniform(9.0, 14.0), rng.choice([4, 8, 16])
-    return [(config, seq_len, tokens, seconds, gpus, rng.choice([312e12, 989e12]), mode) for mode in ("full", "none")]
-
-
-def _forward_alone(config, seq_len, tokens, seconds, gpus, peak, recompute):
-    forward = tokens * forward_flops_per_token(config, seq_len) / (seconds * gpus * peak)
-    head = tokens * 2 * config.vocab_size * config.d_model / (seconds * gpus * peak)
-    return forward, forward + (forward - head if recompute == "full" else 0)
+    run = rng.randrange(4, 9) * 2**18, rng.uniform(9.0, 14.0), rng.choice([4, 8, 16]), rng.choice([312e12, 989e12])
+    return [(config, seq_len, *run, mode) for mode in ("full", "none")]
 
 
 WRONG_MFU = {
     "the two are swapped: HFU is the larger one": lambda *run: utilisation(*run)[::-1],
     "MFU counts what the model needs: recomputation is not a part of it": lambda *run: (utilisation(*run)[1],) * 2,
     "HFU counts what was executed: the second forward is missing": lambda *run: (utilisation(*run)[0],) * 2,
-    "the peak is that of one GPU, and there are several": lambda *run: utilisation(*run[:4], 1, *run[5:]),
-    "divide by the seconds too": lambda *run: utilisation(*run[:3], 1, *run[4:]),
+    "the peak is that of one GPU, and there are several": {"gpus": 1},
+    "divide by the seconds too": {"seconds": 1},
     "in percent; the course's shares go from 0 to 1": lambda *run: [100 * share for share in utilisation(*run)],
-    "only forward was counted: backward costs twice as much again": _forward_alone,
+    "only forward was counted: backward costs twice as much again": lambda *run: [
+        share - 2 / 3 * utilisation(*run)[0] for share in utilisation(*run)
+    ],
     "the head was counted as recomputed: only the layers run twice": lambda *run: [
         utilisation(*run)[0] * times for times in (1, 4 / 3 if run[-1] == "full" else 1)
     ],
@@ -138,7 +132,7 @@ def _first_fit(config, batch_size, seq_len, ladder_steps, limit, **how):
     return next((name for name, needed in steps if needed <= limit), None)
 
 
-def _limits(rng: random.Random) -> list[tuple]:
+def _limits(rng):
     """Too little for all, to the byte enough for each step, more than enough for the first."""
     config = replace(preset("llama-3.2-1b"), num_layers=rng.randrange(12, 20))
     setting = config, 4, rng.choice([2048, 3072, 4096]), _LADDER

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed, numbers
 from course_lib.config import ModelConfig
 from course_lib.model import build
 from course_lib.training import loss_of

@@ -1,32 +1,26 @@
 """Tables of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
 
 import math
-import random
-from collections.abc import Callable
+import operator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, on_ranks
-from course_lib.comm import all_gather, all_reduce
+from course_lib.checks import Each, Exercise, numbers, on_ranks
+from course_lib.comm import all_reduce
 
 
 # ------------------------------------------------------------------------------------ 1. the batch in tokens
-def accumulation(batch_tokens, seq_len, micro_batch_size, dp_size):
+def accumulation(batch_tokens, seq_len, micro_batch_size, dp_size, text="uneven", refuses=True):
     """Micro-batches of each rank for a batch in tokens, and a ValueError where they do not come out whole."""
-    return _whole(batch_tokens, seq_len * micro_batch_size * dp_size)
-
-
-def _whole(numerator, denominator, text="does not come out whole; choose another batch"):
-    if numerator % denominator:
+    number, rest = divmod(batch_tokens, seq_len * micro_batch_size * dp_size)
+    if rest and refuses:
         raise ValueError(text)
-    return numerator // denominator
+    return number
 
 
-def _batches(rng: random.Random) -> list[tuple]:
+def _batches(rng):
     cases = []
     for _ in range(50):
         seq_len, micro, dp = rng.choice([512, 2048, 4096]), rng.randrange(2, 9), rng.randrange(2, 200)
@@ -45,19 +39,11 @@ def _watch_accumulation(answer, *case):
 
 
 _WRONG_BATCH = {
-    "the batch is counted in tokens; a sequence has seq_len of them": lambda tokens, seq_len, micro, dp: _whole(
-        tokens, micro * dp
-    ),
-    "all dp ranks work at the same time, each on its own micro-batch": lambda tokens, seq_len, micro, dp: _whole(
-        tokens, seq_len * micro
-    ),
-    "each micro-batch has micro_batch_size sequences": lambda tokens, seq_len, micro, dp: _whole(tokens, seq_len * dp),
-    "this does not come out whole; raise ValueError": lambda tokens, seq_len, micro, dp: (
-        tokens // (seq_len * micro * dp)
-    ),
-    "the ValueError has no text; say in it what to change": lambda tokens, seq_len, micro, dp: _whole(
-        tokens, seq_len * micro * dp, text=""
-    ),
+    "the batch is counted in tokens; a sequence has seq_len of them": {"seq_len": 1},
+    "all dp ranks work at the same time, each on its own micro-batch": {"dp_size": 1},
+    "each micro-batch has micro_batch_size sequences": {"micro_batch_size": 1},
+    "this does not come out whole; raise ValueError": {"refuses": False},
+    "the ValueError has no text; say in it what to change": {"text": ""},
     "return a whole number (int), as `//` gives": lambda *case: float(accumulation(*case)),
 }
 _SAYS_BATCH = {
@@ -73,21 +59,13 @@ def _average_by_tokens(grad_P, num_tokens, group):
     return all_reduce(grad_P * num_tokens, group) / all_reduce(grad_P.new_tensor(float(num_tokens)), group)
 
 
-def _gathers_all(grad_P, num_tokens, group):
-    everything = all_gather(torch.cat([grad_P * num_tokens, grad_P.new_tensor([float(num_tokens)])]), group)
-    total = all_gather(everything, group).view(-1, len(grad_P) + 1)[: group.size()].sum(0)
-    return total[:-1] / total[-1]
-
-
-def _gradients(rng: random.Random) -> list[tuple]:
-    cases = []
-    for size in (2, 4):
-        grads, counts = [numbers(rng, 40) for _ in range(size)], rng.sample([7, 11, 13, 19, 23], size)
-        if size == 4:
-            lost = rng.randrange(4)
-            counts[lost], grads[lost] = 0, torch.zeros(40, dtype=torch.float64)
-        cases.append((size, Each(grads), Each(counts)))
-    return cases
+def _gradients(rng):
+    """Two ranks, and four, of which one has no token."""
+    counts_of_ranks = rng.sample([7, 11, 13, 19, 23], 2), rng.sample([0, *rng.sample([7, 11, 13, 19, 23], 3)], 4)
+    return [
+        (len(counts), Each(numbers(rng, 40) * (count > 0) for count in counts), Each(counts))
+        for counts in counts_of_ranks
+    ]
 
 
 _WRONG_TOKENS = {
@@ -104,7 +82,9 @@ _WRONG_TOKENS = {
         lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / num_tokens,
         lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / grad_P.new_tensor(num_tokens),
     ],
-    "one all-reduce of the weighted gradient, and one number for the tokens": _gathers_all,
+    "one all-reduce of the weighted gradient, and one number for the tokens": (
+        lambda grad_P, num_tokens, group: all_reduce(_average_by_tokens(grad_P, num_tokens, group), group, op="mean")
+    ),
 }
 _SAYS_TOKENS = {"bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens"}
 check_average_by_tokens = Exercise(
@@ -127,15 +107,7 @@ def _average_and_clip(grads, max_norm, group, op="mean", **mistake):
     return _clipped(_averaged(grads, group, op), max_norm, **mistake)
 
 
-def _in_place(grads, max_norm, group):
-    for grad in grads:
-        dist.all_reduce(grad, group=group)
-        grad /= dist.get_world_size(group)
-    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-    return grads if norm <= max_norm else [max_norm * grad / norm for grad in grads]
-
-
-def _limits(rng: random.Random) -> list[tuple]:
+def _limits(rng):
     cases, sizes = [], [rng.randrange(2, 9) for _ in range(3)]
     for size in (2, 4):
         shares = [numbers(rng, sum(sizes)) for _ in range(size)]
@@ -166,17 +138,23 @@ WRONG_CLIP = {
     "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
     "the gradients were summed, not averaged": {"op": "sum"},
 }
-check_average_and_clip = Exercise(_average_and_clip, _limits, WRONG_CLIP, _watch_clipped, right=_in_place, ranks=True)
+check_average_and_clip = Exercise(
+    _average_and_clip,
+    _limits,
+    WRONG_CLIP,
+    _watch_clipped,
+    right=lambda grads, *case: list(map(torch.Tensor.copy_, grads, _average_and_clip(grads, *case))),
+    ranks=True,
+)
 
 
 # ------------------------------------------------------------------------------------ 4. buckets
-def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, strictly=False, rest=True):
+def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, is_full=operator.ge, rest=True):
     """Which parameters share a bucket: last first, closed once it has its size, the first one small."""
     plan, filling = [], []
     for index in order(range(len(sizes_bytes))):
         filling.append(index)
-        limit, held = (bucket_bytes if plan else first_bucket_bytes), sum(sizes_bytes[member] for member in filling)
-        if held > limit or (held == limit and not strictly):
+        if is_full(sum(sizes_bytes[member] for member in filling), bucket_bytes if plan else first_bucket_bytes):
             plan.append(filling)
             filling = []
     return plan + [filling] if filling and rest else plan
@@ -192,25 +170,21 @@ def _never_over(sizes_bytes, bucket_bytes, first_bucket_bytes):
     return plan
 
 
-def _sizes(rng: random.Random) -> list[tuple]:
-    cases = []
-    for _ in range(60):
-        cap = rng.randrange(40, 200)
-        sizes = [rng.randrange(1, 90) for _ in range(rng.randrange(8, 20))]
-        cases.append((sizes, cap, rng.randrange(5, cap // 2)))
-    return cases
-
-
-def _wrong(limits: Callable = lambda cap, first: (cap, first), **how) -> Callable:
-    return lambda sizes, cap, first: buckets(sizes, *limits(cap, first), **how)
+def _sizes(rng):
+    draws = [(rng.randrange(40, 200), rng.randrange(8, 20)) for _ in range(60)]
+    return [([rng.randrange(1, 90) for _ in range(count)], cap, rng.randrange(5, cap // 2)) for cap, count in draws]
 
 
 WRONG_BUCKETS = {
-    "the buckets begin with the first parameter; backward completes the last one first": _wrong(order=iter),
-    "the first bucket is as large as others; it closes at first_bucket_bytes": _wrong(lambda cap, first: (cap, cap)),
-    "every bucket closes at first_bucket_bytes; that is for the first alone": _wrong(lambda cap, first: (first, first)),
+    "the buckets begin with the first parameter; backward completes the last one first": {"order": iter},
+    "the first bucket is as large as others; it closes at first_bucket_bytes": (
+        lambda sizes, cap, first: buckets(sizes, cap, cap)
+    ),
+    "every bucket closes at first_bucket_bytes; that is for the first alone": (
+        lambda sizes, cap, first: buckets(sizes, first, first)
+    ),
     "a bucket closes before it would pass its size; it closes once it has it": _never_over,
-    "the last bucket, which never got full, is missing: its gradients would not be averaged": _wrong(rest=False),
-    "a bucket that has exactly its size stays open; it is full": _wrong(strictly=True),
+    "the last bucket, which never got full, is missing: its gradients would not be averaged": {"rest": False},
+    "a bucket that has exactly its size stays open; it is full": {"is_full": operator.gt},
 }
 check_buckets = Exercise(buckets, _sizes, WRONG_BUCKETS)

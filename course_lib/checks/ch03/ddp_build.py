@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import Cost, Exercise, but, numbers
 from course_lib.checks.ch03.dp_hooks import WRITTEN, accumulate, in_flight, watched_works
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise
 from course_lib.checks.trainers import DROP, wrong_means
-from course_lib.checks.watch import Cost
 from course_lib.compare import trials
 from course_lib.measure import ByteMeter
 from course_lib.minimal.data import (
@@ -39,19 +37,17 @@ SGD = partial(torch.optim.SGD, lr=LR, momentum=0.9)  # what a step took away sho
 def _watch(trainer):
     """Each value is that with 1 micro-batch and that with 3."""
     of_one, of_three = (_two_steps(trainer, count) for count in (1, 3))
-    more = {"3 micro-batches take more messages than 1": of_three["messages"].value > of_one["messages"].value}
-    return (
-        {"begins with rank 0's weights": of_one.pop("begins with rank 0's weights")}
-        | more
-        | {what: [value, of_three[what]] for what, value in of_one.items()}
-    )
+    begins_equal = of_one.pop("begins with rank 0's weights")
+    return {
+        "begins with rank 0's weights": begins_equal,
+        "3 micro-batches take more messages than 1": of_three["messages"].value > of_one["messages"].value,
+    } | {what: [value, of_three[what]] for what, value in of_one.items()}
 
 
 def _two_steps(trainer, num_micro_batches):
     """Messages are those of the second step: in the first, some make their buckets."""
-    model = build(trials.CONFIG, seed=dist.get_rank(), dtype=torch.float64)
-    made = trainer(model, SGD, dist.group.WORLD)
-    first = dict(build(trials.CONFIG, seed=0, dtype=torch.float64).named_parameters())
+    made = trainer(build(trials.CONFIG, seed=dist.get_rank(), dtype=torch.float64), SGD, dist.group.WORLD)
+    first = build(trials.CONFIG, seed=0, dtype=torch.float64).state_dict()
     begins_equal = all(torch.equal(param, first[name]) for name, param in made.full_parameters().items())
     gradients = []
     for step in (0, 1):
@@ -71,7 +67,7 @@ def _two_steps(trainer, num_micro_batches):
 
 def _projected(x: Tensor) -> float:
     """One number of a tensor in which each element has a weight of its own."""
-    return float((x * torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)).sum())
+    return float((x * numbers(0, *x.shape)).sum())
 
 
 def _of_a_step(made, micro_batches) -> dict:
@@ -104,7 +100,6 @@ class DDP(OverlappedDP):
 
     def __init__(self, model, make_optimizer, group):
         DataParallel.__init__(self, model, make_optimizer, group)
-        self.make_optimizer = make_optimizer
         params = self.in_order(model.parameters())
         self.buckets = [Bucket(of_one, group) for of_one in assign_buckets(params, self.bucket_size)]
         for bucket in self.buckets:
@@ -120,16 +115,18 @@ class DDP(OverlappedDP):
     start = staticmethod(Bucket.start)
 
 
-def _start_a_copy(bucket):
+class _SendsCopies(DDP):
     """Right: what travels is a copy, which is copied back."""
-    bucket.copy_P = bucket.flat_P / bucket.group.size()
-    bucket.work = dist.all_reduce(bucket.copy_P, group=bucket.group, async_op=True)
 
+    @staticmethod
+    def start(bucket):
+        bucket.copy_P = bucket.flat_P / bucket.group.size()
+        bucket.work = dist.all_reduce(bucket.copy_P, group=bucket.group, async_op=True)
 
-def _copy_back(trainer):
-    for bucket in trainer.buckets:
-        bucket.work.wait()
-        bucket.flat_P.copy_(bucket.copy_P)
+    def wait(self):
+        super().wait()
+        for bucket in self.buckets:
+            bucket.flat_P.copy_(bucket.copy_P)
 
 
 def _wait_by_time(trainer):
@@ -151,12 +148,6 @@ class _SendsTheFirstMicroBatch(DDP):
             if index == 0:
                 for bucket in self.buckets:
                     bucket.work.wait()
-
-
-class _BuildsTheOptimizerAgain(DDP):
-    def step(self):
-        super().step()
-        self.optimizer = self.make_optimizer(self.model.parameters())
 
 
 class _PyTorchs(DataParallel):
@@ -211,7 +202,9 @@ WRONG = {
     "zero_grad() replaces a .grad that is a view of a bucket by None": {
         "step": lambda self: (self.optimizer.step(), self.optimizer.zero_grad())
     },
-    "the first step is right, the second not; build the optimizer once, for every parameter": _BuildsTheOptimizerAgain,
+    "the first step is right, the second not; build the optimizer once, for every parameter": {
+        "step": lambda self: (DDP.step(self), setattr(self, "optimizer", SGD(self.model.parameters())))
+    },
 }
 SAYS = {
     "begins with rank 0's weights": "broadcast rank 0's in __init__",
@@ -230,7 +223,7 @@ check_ddp = Exercise(
     WRONG,
     _watch,
     SAYS,
-    right=but(DDP, start=staticmethod(_start_a_copy), wait=_copy_back),
+    right=_SendsCopies,
     ranks=True,
     seconds=30.0,
 )

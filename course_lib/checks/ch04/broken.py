@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but
 from course_lib.compare.trials import CONFIG, micro_batches_of_rank
 from course_lib.minimal.data import DataParallel
 from course_lib.minimal.zero import FlatParameter, units_of

@@ -4,40 +4,23 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks
+from course_lib.checks import Each, Exercise, Stops, numbers, on_ranks
 from course_lib.comm import all_gather, all_reduce
 
 # ------------------------------------------------------------------------------------ 1. bytes held
+ORDER = ("optimizer", "gradients", "parameters")
 
 
-def _held(
-    num_params,
-    stage,
-    dp_size,
-    order=("optimizer", "gradients", "parameters"),
-    optimizer_bytes=12,
-    shard=math.ceil,
-    whole=math.ceil,
-    cut=lambda stage: stage,
-):
+def _held(num_params, stage, dp_size, order=ORDER, optimizer_bytes=12, shard=math.ceil, whole=math.ceil, cut=int):
     """The reference, and with an argument one of the mistakes. cut: how many kinds are sharded at a stage."""
     piece, padded = shard(num_params / dp_size), whole(num_params / dp_size) * dp_size if stage else num_params
     sizes = {"parameters": 2, "gradients": 2, "optimizer": optimizer_bytes}
-    cut_here = order[: cut(stage)]
-    return tuple(round(size * (piece if kind in cut_here else padded)) for kind, size in sizes.items())
+    return tuple(round(size * (piece if kind in order[: cut(stage)] else padded)) for kind, size in sizes.items())
 
 
 def _models(rng):
-    cases = []
-    for _ in range(8):
-        dp_size = rng.choice([3, 4, 7, 8, 64])
-        num_params = rng.randrange(10**6, 10**9) * dp_size + rng.randrange(1, dp_size)
-        cases += [(num_params, stage, dp_size) for stage in range(4)]
-    return cases
+    return [(10**7 * dp + rng.randrange(1, dp), stage, dp) for dp in (3, 4, 7, 8, 64) for stage in range(4)]
 
 
 def _of_stage(answer, num_params, stage, dp_size):
@@ -74,12 +57,8 @@ def _sent(num_params, stage, dp_size, micro_batches, grad_bytes=4, own=1, **of_s
 
 
 def _steps(rng):
-    cases = []
-    for _ in range(6):
-        dp_size, micro_batches = rng.choice([2, 4, 8, 64]), rng.randrange(3, 9)
-        num_params = rng.randrange(10**6, 10**9) * dp_size
-        cases += [(num_params, stage, dp_size, m) for m in (1, micro_batches) for stage in range(4)]
-    return cases
+    runs = [(dp, m, rng.randrange(10**6, 10**9)) for dp in (2, 4, 8, 64) for m in (1, rng.randrange(3, 9))]
+    return [(shard * dp, stage, dp, m) for dp, m, shard in runs for stage in range(4)]
 
 
 WRONG_SENT = {
@@ -110,17 +89,11 @@ def _with_torch(grad_p, max_norm, group):
     return grad_p.clone().mul_(torch.minimum(max_norm / (norm + 1e-7), torch.ones_like(norm)))
 
 
-def _gathers_the_gradient(grad_p, max_norm, group):
-    all_gather(grad_p, group)
-    return _clipped(grad_p, max_norm, group)
-
-
 def _limits(rng):
     """Below the norm of every shard, and above that of the whole gradient."""
     cases = []
     for size in (2, rng.choice([3, 4])):
-        generator = fresh_generator(rng)
-        shards: list[Tensor] = [numbers(generator, 50) * (1 + rank) for rank in range(size)]
+        shards = [numbers(rng, 50) * (1 + rank) for rank in range(size)]
         low, high = 0.2 * min(shard.norm().item() for shard in shards), 10 * torch.cat(shards).norm().item()
         cases += [(size, Each(shards), low), (size, Each(shards), high)]
     return cases
@@ -137,7 +110,7 @@ WRONG_CLIP = {
     "a gradient below the limit was made longer; the factor is at most 1": {"most": math.inf},
     "it was not clipped": lambda grad_p, max_norm, group: grad_p.clone(),
     "the root is missing: this is the sum of squares": {"norm": all_reduce},
-    "a single number is enough": Stops(_gathers_the_gradient),
+    "a single number is enough": Stops({"norm": lambda total, group: all_reduce(total.repeat(50), group)[0].sqrt()}),
 }
 _SAYS_CLIP = {"bytes sent": "an all-reduce of a single number is enough"}
 check_clip_shards = Exercise(

@@ -3,21 +3,18 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.trainers import DROP, STEP, inputs, scaled, sent_in_a_step, trained, wrong_means
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, Stops, but
+from course_lib.checks.trainers import DROP, STEP, counted, inputs, scaled, sent_in_a_step, trained, wrong_means
 from course_lib.comm import all_reduce
 from course_lib.compare import trials
-from course_lib.compare.record import Record
 from course_lib.measure import ByteMeter
 from course_lib.memory.flats import layer_units
 from course_lib.memory.states import count_parameters
 from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
-from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
 from course_lib.model import build
 
-_NUM_PARAMS = count_parameters(trials.CONFIG)
+_NUM_PARAMS, KINDS = count_parameters(trials.CONFIG), ("optimizer", "gradients", "parameters")
 MOST_MESSAGES = -(-_NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
 _UNIT_BYTES = 2 * max(layer_units(trials.CONFIG))  # in bfloat16
 SAYS = {
@@ -86,52 +83,25 @@ check_zero2_buckets = Exercise(Buckets, inputs, WRONG_BUCKETS, _watch_buckets, _
 
 
 # ------------------------------------------------------------------------------------ 6. ZeRO-3
-class NeverFrees(Zero3):
-    """Units stay full from forward to the end of backward: no phase more, the memory of stage 2."""
+class Hooked(Zero3):
+    """ZeRO-3 as PyTorch's own backward hooks of modules can have it; a wrong answer frees or gathers less."""
+
+    frees_after_forward = gathers_again = frees_after_backward = clones = True
 
     def __init__(self, model, make_optimizer, group):
         Zero1.__init__(self, model, make_optimizer, group)
         for unit, flat in zip(units_of(model), self.flats, strict=True):
-            flat.shard_p.data = flat.shard_p.detach().clone()
+            flat.shard_p.data = flat.shard_p.detach().clone() if self.clones else flat.shard_p.data
             free(flat)
-            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
             self.hook(unit, flat)
 
     def hook(self, unit, flat):
-        when_all_arrived(flat.params, lambda: (flat.reduce_scatter(), free(flat)))
-
-
-def hook_modules(trainer, unit, flat):
-    """Right: PyTorch's own backward hooks of modules."""
-    unit.register_forward_hook(lambda *_: free(flat))
-    unit.register_full_backward_pre_hook(lambda *_: gather(flat))
-    NeverFrees.hook(trainer, unit, flat)
-
-
-def never_gather_again(trainer, unit, flat):
-    """Forward is right, and backward meets emptied weights."""
-    unit.register_forward_hook(lambda *_: free(flat))
-    when_all_arrived(flat.params, flat.reduce_scatter)
-
-
-def free_after_forward_alone(trainer, unit, flat):
-    """After backward all units are full again; no peak shows it, since a step peaks before."""
-    never_gather_again(trainer, unit, flat)
-    unit.register_forward_hook(lambda unit, x, y: regather(y, flat))
-
-
-def regather(output, flat):
-    output.register_hook(lambda grad: gather(flat))
-
-
-class ShardIsAView(Zero3):
-    """Without a clone the shard's memory is given back with the buffer: the optimizer writes to nothing."""
-
-    def __init__(self, model, make_optimizer, group):
-        Zero2.__init__(self, model, make_optimizer, group)
-        for unit, flat in zip(units_of(model), self.flats, strict=True):
-            free(flat)
-            gather_use_free(unit, flat)
+        unit.register_forward_pre_hook(lambda *_: gather(flat))
+        if self.frees_after_forward:
+            unit.register_forward_hook(lambda *_: free(flat))
+        if self.frees_after_forward and self.gathers_again:
+            unit.register_full_backward_pre_hook(lambda *_: gather(flat))
+        when_all_arrived(flat.params, lambda: (flat.reduce_scatter(), self.frees_after_backward and free(flat)))
 
 
 class AllReducesFirst(Zero3):
@@ -146,10 +116,9 @@ class AllReducesFirst(Zero3):
 def _watch_zero3(answer, num_micro_batches):
     seen = trained(answer, num_micro_batches)
     if num_micro_batches == 1:
-        record = Record()
-        trials.count_bytes(record, answer, *(trials.micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
+        record = counted(answer)
         held = record.held
-        for kind in ("optimizer", "gradients", "parameters"):
+        for kind in KINDS:
             seen[f"bytes of {kind} at the end of backward"] = Cost(held[kind], 0.1 * held[kind])
         seen["bytes at the peak"] = Cost(record.timeline.peak_bytes, 2 * _UNIT_BYTES)
         seen["bytes when backward is over"] = Cost(sum(held.values()), _UNIT_BYTES)
@@ -159,23 +128,18 @@ def _watch_zero3(answer, num_micro_batches):
 _WRONG_ZERO3 = _wrong_steps(Zero3) | {
     "every rank has all states of the optimizer; give it the shards alone": DataParallel,
     "every rank has all parameters; free a unit's buffer, and keep the shard": Zero2,
-    "free a unit after its forward, and after its backward": NeverFrees,
-    "free a unit after its backward too, once its gradients are reduced": but(
-        NeverFrees, hook=free_after_forward_alone
-    ),
+    "free a unit after its forward, and after its backward": but(Hooked, frees_after_forward=False),
+    "free a unit after its backward too, once its gradients are reduced": but(Hooked, frees_after_backward=False),
     "3 phases are enough: two all-gathers and a reduce-scatter, which gives the shard of the mean": AllReducesFirst,
-    "gather it before its forward, and again before its backward": Stops(but(NeverFrees, hook=never_gather_again)),
-    "is your shard a view of the buffer that you empty?": Stops(ShardIsAView),
+    "gather it before its forward, and again before its backward": Stops(but(Hooked, gathers_again=False)),
+    "is your shard a view of the buffer that you empty?": Stops(but(Hooked, clones=False)),
 }
 _SAYS_ZERO3 = SAYS | {
+    **{f"bytes of {kind} at the end of backward": "a rank keeps its shard alone" for kind in KINDS},
     "bytes at the peak": "free a unit after its forward, and after its backward",
     "bytes when backward is over": "free a unit after its backward too, once its gradients are reduced",
     "bytes sent": "3 phases for each micro-batch: two all-gathers and a reduce-scatter",
 }
-_SAYS_ZERO3 |= dict.fromkeys(
-    [f"bytes of {kind} at the end of backward" for kind in ("optimizer", "gradients", "parameters")],
-    "a rank keeps its shard alone",
-)
 _FREED = {
     "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
     "that you empty? Clone it",
@@ -190,6 +154,6 @@ check_zero3 = Exercise(
     _SAYS_ZERO3,
     ranks=True,
     seconds=60.0,
-    right=but(NeverFrees, hook=hook_modules),
+    right=Hooked,
     errors=_FREED,
 )

@@ -5,9 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.checks.core import CheckFailed, fresh_seed, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
+from course_lib.checks import CheckFailed, Cost, Exercise, Stops, fresh_seed, numbers
 
 WIDTH = 4
 
@@ -24,8 +22,7 @@ class Unit:
         self._index, self._group, self._log = index, group, log
         self.shard_p = whole_DD.flatten().chunk(group.size())[group.rank()].clone()
         self.grad_p: Tensor | None = None
-        self._whole_DD = self._work = self._grad_DD = self._x = self._y = None
-        self._is_whole = False
+        self._whole_DD = self._work = self._grad_DD = self._x = self._y = None  # _work: a gather under way
 
     def start_gather(self) -> None:
         self._note("gather")
@@ -37,14 +34,15 @@ class Unit:
     def wait(self) -> None:
         if self._whole_DD is None:
             raise CheckFailed(f"unit {self._index} is waited for, but its gather was not started")
-        self._work.wait()
-        self._is_whole = True
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     def free(self) -> None:
         self._note("free")
-        if self._work is not None:
-            self._work.wait()
-        self._whole_DD, self._work, self._is_whole = None, None, False
+        if self._whole_DD is not None:
+            self.wait()
+        self._whole_DD = None
 
     def forward(self, x: Tensor) -> Tensor:
         self._need_whole("forward")
@@ -71,70 +69,41 @@ class Unit:
         if self._whole_DD is None:
             again = "; after forward it was freed, so gather it again" if event == "backward" else ""
             raise CheckFailed(f"unit {self._index} runs {event} with freed parameters{again}")
-        if not self._is_whole:
+        if self._work is not None:
             raise CheckFailed(f"unit {self._index} runs {event} while its gather is under way; wait() for it first")
 
     def _note(self, event: str) -> None:
         self._log.append((event, self._index))
 
 
-def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, reverse=True, wait=True):
-    def turn(unit, following, compute, value):
-        if not ahead:
+def _stage_3(units, x, frees=lambda unit: True, again=True, ahead=True, reduce=True, reverse=True, wait=True):
+    """Gather, use and free each unit, the next one gathered ahead; frees: which units are freed after their forward."""
+    turns = [(unit, unit.forward) for unit in units]
+    turns += [(unit, unit.backward) for unit in (units[::-1] if reverse else units)]
+    value, whole = x, set()
+
+    def gather(unit):
+        if unit not in whole:
             unit.start_gather()
-        if wait:
-            unit.wait()
-        if following is not None and ahead:
-            following.start_gather()
-        return compute(value)
+            whole.add(unit)
 
-    if ahead:
-        units[0].start_gather()
-    for unit, following in zip(units, [*units[1:], None], strict=True):
-        x = turn(unit, following, unit.forward, x)
-        if free:
-            unit.free()
-    grad, order = torch.ones_like(x), units[::-1] if reverse else units
-    if not gather_again:
-        return order[0].backward(grad)
-    if ahead and free:
-        order[0].start_gather()
-    for unit, following in zip(order, [*order[1:], None], strict=True):
-        grad = turn(unit, following if free else None, unit.backward, grad)
-        if reduce:
-            unit.reduce()
-        unit.free()
-    return x
-
-
-def _keeps_the_last_unit(units, x):
-    """The last unit stays whole between forward and backward, and gradients are reduced after the free."""
-    turns = [(unit, "forward") for unit in units] + [(unit, "backward") for unit in reversed(units)]
-    units[0].start_gather()
-    value = x
     for at, (unit, compute) in enumerate(turns):
+        is_forward = at < len(units)
         if at == len(units):
             x, value = value, torch.ones_like(value)
-        unit.wait()
-        following = turns[at + 1][0] if at + 1 < len(turns) else unit
-        if following is not unit:
-            following.start_gather()
-        value = getattr(unit, compute)(value)
-        if following is not unit or compute == "backward":
+        if is_forward or again:
+            gather(unit)
+        if wait and unit in whole:
+            unit.wait()
+        if ahead and at + 1 < len(turns) and turns[at + 1][0] is not unit:
+            gather(turns[at + 1][0])
+        value = compute(value)
+        if not is_forward or frees(unit):
             unit.free()
-        if compute == "backward":
+            whole.discard(unit)
+        if reduce and not is_forward:
             unit.reduce()
     return x
-
-
-def _left_whole(units, x):
-    x = _stage_3(units, x)
-    units[0].start_gather()
-    return x
-
-
-def _inputs(rng):
-    return [(size, num_units, fresh_seed(rng)) for size, num_units in ((2, rng.choice([4, 5])), (4, 3))]
 
 
 def _events(answer, num_units, seed):
@@ -177,12 +146,14 @@ def _replayed(events: list[tuple[str, int]], turns: list[tuple[str, int]]) -> tu
 
 WRONG = {
     "a gradient was never reduced": {"reduce": False},
-    "too many units were whole at once: free a unit after its turn": {"free": False},
-    "units are still whole; free them after their backward": _left_whole,
+    "too many units were whole at once: free a unit after its turn": {"frees": lambda unit: False},
+    "units are still whole; free them after their backward": (
+        lambda units, x: (_stage_3(units, x), units[0].start_gather())[0]
+    ),
     "forward runs from the first unit to the last, and backward from the last to the first": {"reverse": False},
     "while a unit runs nothing is gathered ahead; start to gather the next one before": {"ahead": False},
     "runs forward with freed parameters": Stops(lambda units, x: units[0].forward(x)),
-    "so gather it again": Stops({"gather_again": False}),
+    "so gather it again": Stops({"again": False}),
     "wait() for it first": Stops({"wait": False}),
 }
 SAYS = {
@@ -191,4 +162,12 @@ SAYS = {
     "turns without a gather": "start to gather the next unit before",
     "gathers": "once for forward, once for backward",
 }
-check_gather_use_free = Exercise(_stage_3, _inputs, WRONG, _events, SAYS, right=_keeps_the_last_unit, ranks=True)
+check_gather_use_free = Exercise(
+    _stage_3,
+    lambda rng: [(size, num_units, fresh_seed(rng)) for size, num_units in ((2, rng.choice([4, 5])), (4, 3))],
+    WRONG,
+    _events,
+    SAYS,
+    right=lambda units, x: _stage_3(units, x, frees=lambda unit: unit is not units[-1]),
+    ranks=True,
+)

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but
 from course_lib.compare.trials import CONFIG, micro_batches_of_rank, sgd
 from course_lib.minimal.tensor import TensorParallel, copy_in
 from course_lib.model import build

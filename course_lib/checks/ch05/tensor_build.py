@@ -1,10 +1,7 @@
 """Table of chapter 05, exercise 7: a tensor-parallel Llama from an empty cell, judged by what the lesson measures."""
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.trainers import inputs, scaled, sent_in_a_step, trained
-from course_lib.checks.watch import Cost
-from course_lib.compare.record import Record
-from course_lib.compare.trials import count_bytes, micro_batches_of_rank
+from course_lib.checks import Cost, Exercise
+from course_lib.checks.trainers import counted, inputs, scaled, sent_in_a_step, trained
 from course_lib.minimal.sequence import sum_norm_gradients
 from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.parallel import tensor as engine_of
@@ -12,36 +9,22 @@ from course_lib.parallel.engine import full_parameters
 from course_lib.training import loss_of
 
 
-class ByTheEngine:
-    """The engine of the course, whose all-reduce of f runs beside the weight gradients."""
-
-    same_tokens = True
+class ByTheEngine(TensorParallel):
+    """Right: the engine of the course, whose all-reduce of f runs beside the weight gradients."""
 
     def __init__(self, model, make_optimizer, group):
         self.engine = engine_of.build(model, group)
         self.model = self.engine.module
         self.optimizer = make_optimizer(self.model.parameters())
 
-    def backward(self, micro_batches):
-        for x_BS, y_BS in micro_batches:
-            (self.engine.token_losses(x_BS, y_BS).mean() / len(micro_batches)).backward()
-
-    def update(self):
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def loss(self, x_BS, y_BS):
+        return self.engine.token_losses(x_BS, y_BS).mean()
 
     def full_parameters(self):
         return full_parameters(self.engine)
 
 
-def without(x, group):
-    """In place of f or g: nothing is sent."""
-    return x
-
-
-def sum_the_norms(trainer):
-    sum_norm_gradients(trainer.model, trainer.group)
-    TensorParallel.update(trainer)
+NOTHING_SENT = staticmethod(lambda x, group: x)  # in place of f or g
 
 
 def loss_with_targets_of_other_ranks(trainer, x_BS, y_BS):
@@ -69,7 +52,7 @@ class HeadStaysFull(TensorParallel):
 class FBeforeEachColumn(TensorParallel):
     """Right, but it sends more."""
 
-    enter = staticmethod(without)
+    enter = NOTHING_SENT
 
     def __init__(self, model, make_optimizer, group):
         super().__init__(model, make_optimizer, group)
@@ -81,9 +64,7 @@ class FBeforeEachColumn(TensorParallel):
 def watch(answer, num_micro_batches):
     seen = {"same_tokens": getattr(answer, "same_tokens", False)} | trained(answer, num_micro_batches)
     if num_micro_batches == 1:
-        record = Record()
-        count_bytes(record, answer, *(micro_batches_of_rank(step, 1, answer) for step in (0, 1)))
-        held, kinds = record.held, ("parameters", "gradients", "optimizer")
+        held, kinds = counted(answer).held, ("parameters", "gradients", "optimizer")
         seen["bytes held at the end of backward"] = {kind: Cost(held[kind], 0.02 * held[kind]) for kind in kinds}
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 
@@ -98,10 +79,12 @@ WRONG = {
         "same_tokens": False
     },
     "there is no f in front of the columns: each rank has only its own columns' part of x's gradient": {
-        "enter": staticmethod(without)
+        "enter": NOTHING_SENT
     },
-    "there is no g behind the rows: what goes on is a partial sum": {"leave": staticmethod(without)},
-    "the norms' gradients were summed, but every rank has the whole one, since f summed it": {"update": sum_the_norms},
+    "there is no g behind the rows: what goes on is a partial sum": {"leave": NOTHING_SENT},
+    "the norms' gradients were summed, but every rank has the whole one, since f summed it": {
+        "update": lambda self: (sum_norm_gradients(self.model, self.group), TensorParallel.update(self))
+    },
     "the loss is wrong: a rank counts a target's logit only where the target is its own": {
         "loss": loss_with_targets_of_other_ranks
     },

@@ -1,20 +1,17 @@
 """Graders of chapter 05, exercises 1 to 3: heads by rank, the share of communication, a row layer."""
 
+from functools import partial
+
 import torch.nn.functional as F
 
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks, several
-from course_lib.comm import all_reduce, join
+from course_lib.checks import Each, Exercise, Stops, numbers, on_ranks, several
+from course_lib.comm import all_reduce
 from course_lib.comm.conjugate import my_piece
+from course_lib.layout.partition import check_heads as refuse_uneven
 
 # ------------------------------------------------------------------------------------ 1. heads by rank
 SHAPES = [(6, 2, 2), (8, 8, 4), (8, 4, 2), (8, 4, 8), (8, 1, 4), (12, 3, 6), (16, 4, 8), (24, 6, 3), (32, 8, 16)]
 IMPOSSIBLE = [(6, 2, 4), (12, 6, 4), (32, 8, 64), (12, 4, 6), (9, 3, 2)]
-
-
-def _divide(num_heads, num_kv_heads, tp_size):
-    return num_heads % tp_size == 0 and (num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0)
 
 
 def _neighbours(N, tp, rank):
@@ -25,25 +22,16 @@ def _that_they_read(queries, N, K, tp, rank):
     return sorted({head * K // N for head in queries})
 
 
-def _heads(num_heads, num_kv_heads, tp_size, tp_rank, queries=_neighbours, kv=_that_they_read, refuses=True):
-    if refuses and not _divide(num_heads, num_kv_heads, tp_size):
-        raise ValueError("these heads do not divide; change tp_size")
+def _heads(num_heads, num_kv_heads, tp_size, tp_rank, queries=_neighbours, kv=_that_they_read, refuse=refuse_uneven):
+    refuse(num_heads, num_kv_heads, tp_size)
     mine = queries(num_heads, tp_size, tp_rank)
     return mine, kv(mine, num_heads, num_kv_heads, tp_size, tp_rank)
 
 
-def _heads_by_bounds(num_heads, num_kv_heads, tp_size, tp_rank):
-    if not _divide(num_heads, num_kv_heads, tp_size):
-        raise ValueError("these heads do not divide; change tp_size")
-    start, stop = (rank * num_heads // tp_size for rank in (tp_rank, tp_rank + 1))
-    reads = num_heads // num_kv_heads
-    return range(start, stop), range(start // reads, (stop - 1) // reads + 1)
-
-
 def _every_rank(rng):
     factor = rng.choice([1, 2, 3])  # more query heads for each key/value head
-    shapes = [(N * factor, K, tp) for N, K, tp in SHAPES]
-    return [(*shape, rank) for shape in shapes for rank in range(shape[2])] + [(*shape, 0) for shape in IMPOSSIBLE]
+    shapes = [(N * factor, K, tp, rank) for N, K, tp in SHAPES for rank in range(tp)]
+    return shapes + [(*shape, 0) for shape in IMPOSSIBLE]
 
 
 _two_lists = several("return two lists, (query heads, key/value heads)", "query heads", "key/value heads")
@@ -53,17 +41,11 @@ def _dealt(answer, num_heads, num_kv_heads, tp_size, tp_rank):
     try:
         seen = _two_lists(answer, num_heads, num_kv_heads, tp_size, tp_rank)
     except ValueError:
-        if _divide(num_heads, num_kv_heads, tp_size):
+        if (num_heads, num_kv_heads, tp_size) not in IMPOSSIBLE:
             raise
         return {"raises ValueError": True}
     heads = {what: list(which) if isinstance(which, range | tuple) else which for what, which in seen.items()}
     return heads | {"raises ValueError": False}
-
-
-def _of_the_last_for_the_rest(queries, N, K, tp, rank):
-    each = max(1, K // tp)
-    first = min(rank * each, K - each)
-    return list(range(first, first + each))
 
 
 WRONG_HEADS = {
@@ -77,11 +59,20 @@ WRONG_HEADS = {
     "no key/value head; with more ranks than heads, tp / K neighbouring ranks hold the same one": {
         "kv": lambda queries, N, K, tp, rank: list(range(rank * K // tp, (rank + 1) * K // tp))
     },
-    "tp must divide the query heads, and of K and tp one the other; else raise ValueError": {"refuses": False},
-    "a rank has those that its query heads read": Stops({"kv": _of_the_last_for_the_rest}),
+    "tp must divide the query heads, and of K and tp one the other; else raise ValueError": {
+        "refuse": lambda *shape: None
+    },
+    "a rank has those that its query heads read": Stops({"kv": lambda queries, N, K, tp, rank: [rank % K]}),
 }
 SAYS_HEADS = {"key/value heads": "a rank has those that its query heads read"}
-check_heads = Exercise(_heads, _every_rank, WRONG_HEADS, _dealt, SAYS_HEADS, right=_heads_by_bounds)
+check_heads = Exercise(
+    _heads,
+    _every_rank,
+    WRONG_HEADS,
+    _dealt,
+    SAYS_HEADS,
+    right=lambda *case: [range(heads[0], heads[-1] + 1) for heads in _heads(*case)],
+)
 
 
 # ------------------------------------------------------------------------------------ 2. the share of communication
@@ -117,27 +108,13 @@ def _row(x_BSf, w_DF, b_D, group, dim=1, op="sum", bias=lambda b_D, group: b_D):
     return (y_BSD if op is None else all_reduce(y_BSD, group, op=op)) + bias(b_D, group)
 
 
-def _bias_in_shares(x_BSf, w_DF, b_D, group):
-    return all_reduce(x_BSf @ w_DF.chunk(group.size(), 1)[group.rank()].t() + b_D / group.size(), group)
-
-
-def _whole_inputs(x_BSf, w_DF, b_D, group):
-    for _ in range(3):
-        x_BSF = join(x_BSf, group, dim=-1)
-    return F.linear(x_BSF, w_DF, b_D)
-
-
 def _layers(rng):
     cases = []
     for size in (2, rng.choice([3, 4])):
         F_ = D = size * rng.randrange(3, 7)  # square: a cut along the wrong dimension has the right shape
-        x_BSF, w_DF, b_D = (numbers(fresh_generator(rng), *shape) for shape in ((2, 5, F_), (D, F_), (D,)))
+        x_BSF, w_DF, b_D = (numbers(rng, *shape) for shape in ((2, 5, F_), (D, F_), (D,)))
         cases.append((size, Each(my_piece(x_BSF, rank, size, -1).contiguous() for rank in range(size)), w_DF, b_D))
     return cases
-
-
-def _layer(answer, x_BSf, w_DF, b_D):
-    return on_ranks(lambda x_BSf, group: answer(x_BSf, w_DF, b_D, group), x_BSf, slack=64)
 
 
 _PARTIAL = "this is the rank's own partial sum; the ranks' products must be summed"
@@ -147,10 +124,16 @@ _WRONG_ROW = {
     _PARTIAL: [{"op": None}, {"op": None, "bias": lambda b_D, group: 0}],
     "the partial sums were averaged": {"op": "mean"},
     "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": {"dim": 0},
-    "one all-reduce of the result sends": Stops(_whole_inputs),
-    "arguments changed": Stops(
-        lambda x_BSf, w_DF, b_D, group: _row(x_BSf.mul_(1), w_DF, b_D, group) + 0 * x_BSf.add_(1).sum()
-    ),
+    "one all-reduce of the result sends": Stops(lambda *case: all_reduce(_row(*case), case[-1], op="mean")),
+    "arguments changed": Stops(lambda x_BSf, *case: _row(x_BSf, *case) + 0 * x_BSf.add_(1).sum()),
 }
 _SAYS_ROW = {"bytes sent": "one all-reduce of the result sends no more"}
-check_row = Exercise(_row, _layers, _WRONG_ROW, _layer, _SAYS_ROW, right=_bias_in_shares, ranks=True)
+check_row = Exercise(
+    _row,
+    _layers,
+    _WRONG_ROW,
+    partial(on_ranks, slack=64),
+    _SAYS_ROW,
+    right=lambda x_BSf, w_DF, b_D, group: all_reduce(_row(x_BSf, w_DF, b_D / group.size(), group, op=None), group),
+    ranks=True,
+)

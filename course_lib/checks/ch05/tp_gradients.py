@@ -1,14 +1,14 @@
 """Graders of chapter 05, exercises 4 to 6: gathered features, backward of a column layer, a loss from pieces."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks.core import fresh_seed, numbers, ranks_and_seeds
-from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import agree, on_ranks, several
+from course_lib.checks import Exercise, Stops, agree, fresh_seed, numbers, on_ranks, ranks_and_seeds, several
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_gather, all_reduce
 from course_lib.comm.conjugate import my_piece
 from course_lib.layout.partition import piece_sizes
@@ -21,12 +21,6 @@ def _side_by_side(x_Tf, group):
 
 def _mine(grad_TF, group, after=0):
     return my_piece(grad_TF, (group.rank() + after) % group.size(), group.size(), -1).contiguous()
-
-
-def _by_an_all_reduce(x_Tf, group):
-    full_TF = x_Tf.new_zeros(len(x_Tf), x_Tf.shape[1] * group.size())
-    my_piece(full_TF, group.rank(), group.size(), -1).copy_(x_Tf)
-    return all_reduce(full_TF, group)
 
 
 def _gathered(forward=_side_by_side, backward=_mine):
@@ -55,7 +49,7 @@ WRONG_GATHER = {
         backward=lambda grad_TF, group: _mine(grad_TF, group) / group.size()
     ),
     "gradient of another rank's features": _gathered(backward=lambda grad_TF, group: _mine(grad_TF, group, after=1)),
-    "one all-gather sends": Stops(_gathered(_by_an_all_reduce)),
+    "one all-gather sends": Stops(_gathered(lambda x_Tf, group: all_reduce(_side_by_side(x_Tf, group), group, "mean"))),
 }
 SAYS_GATHER = {
     "x or the gradient of y changed": "work on a copy",
@@ -66,21 +60,15 @@ check_gather_features = Exercise(_gathered(), ranks_and_seeds, WRONG_GATHER, _ga
 
 
 # ------------------------------------------------------------------------------------ 5. backward of a column layer
-def _column(
-    grad_BSf, x_BSD, w_fD, group, of_x=all_reduce, of_w=lambda grad, group: grad, of_b=lambda grad, group: grad
-):
+def _own(grad, group):
+    return grad
+
+
+def _column(grad_BSf, x_BSD, w_fD, group, of_x=all_reduce, of_w=_own, of_b=_own):
     """The reference, and with an argument what else is done with one of the gradients."""
     rows = grad_BSf.flatten(0, 1)
     grad_w = (rows.t() @ x_BSD.flatten(0, 1)).contiguous()
     return of_x((grad_BSf @ w_fD).contiguous(), group), of_w(grad_w, group), of_b(rows.sum(0), group)
-
-
-def _mean(grad, group):
-    return all_reduce(grad, group, op="mean")
-
-
-def _layers(rng):
-    return [(size, rng.randrange(4, 9), rng.randrange(2, 7), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
 
 
 _three_gradients = several(
@@ -99,11 +87,11 @@ def _backward(answer, D, f, seed):
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
 _WRONG_COLUMN = {
     "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": {
-        "of_x": lambda grad, group: grad
+        "of_x": _own
     },
-    "the partial sums were averaged": {"of_x": _mean},
+    "the partial sums were averaged": {"of_x": partial(all_reduce, op="mean")},
     _ANOTHER.format("weight"): {"of_w": all_reduce},
-    "averaged over ranks": {"of_w": _mean},
+    "averaged over ranks": {"of_w": partial(all_reduce, op="mean")},
     _ANOTHER.format("bias"): {"of_b": all_reduce},
     "it has shape (S, f); the bias was added in every sequence and at every position": (
         lambda grad_BSf, x_BSD, w_fD, group: (*_column(grad_BSf, x_BSD, w_fD, group)[:2], grad_BSf.sum(0))
@@ -111,11 +99,20 @@ _WRONG_COLUMN = {
     "one all-reduce of x's gradient sends": Stops({"of_w": lambda grad, group: all_reduce(grad, group) * 0 + grad}),
 }
 _SAYS_COLUMN = {"bytes sent": "one all-reduce of x's gradient sends no more"}
-check_column_backward = Exercise(_column, _layers, _WRONG_COLUMN, _backward, _SAYS_COLUMN, ranks=True)
+check_column_backward = Exercise(
+    _column,
+    lambda rng: [(size, rng.randrange(4, 9), rng.randrange(2, 7), seed) for size, seed in ranks_and_seeds(rng)],
+    _WRONG_COLUMN,
+    _backward,
+    _SAYS_COLUMN,
+    ranks=True,
+)
 
 
 # ------------------------------------------------------------------------------------ 6. a loss from pieces
-def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", softmax="all"):
+def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", softmax="all", messages=3):
+    """Return the loss and the gradient of this rank's logits; an argument is a mistake, or saves a message."""
+
     def loss(logits_BSv, y_BS, first, group):
         v = logits_BSv.shape[-1]
         is_mine_BS = (y_BS >= first) & (y_BS < first + v)
@@ -123,9 +120,13 @@ def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", so
         own_BS = logits_BSv.amax(-1)
         max_BS = {"all": all_reduce(own_BS.clone(), group, op="max"), "own": own_BS, "none": 0 * own_BS}[largest]
         exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp()
-        sum_BS = all_reduce(exp_BSv.sum(-1), group) if sums == "all" else exp_BSv.sum(-1)
         target_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1) - (max_BS if less_m else 0)
-        target_BS = all_reduce(target_BS * is_mine_BS if masked in (True, "clamped") else target_BS, group)
+        target_BS = target_BS * is_mine_BS if masked in (True, "clamped") else target_BS
+        if messages == 2:
+            sum_BS, target_BS = all_reduce(torch.stack([exp_BSv.sum(-1), target_BS]), group)
+        else:
+            sum_BS = all_reduce(exp_BSv.sum(-1), group) if sums == "all" else exp_BSv.sum(-1)
+            target_BS = all_reduce(target_BS, group)
         grad_BSv = exp_BSv / sum_BS.unsqueeze(-1) if softmax == "all" else logits_BSv.softmax(-1)
         ones_BS = {"mine": is_mine_BS, "all": torch.ones_like(is_mine_BS), "none": torch.zeros_like(is_mine_BS)}[one]
         grad_BSv = grad_BSv - F.one_hot(place_BS, v) * ones_BS.unsqueeze(-1)
@@ -134,25 +135,9 @@ def _pieces(largest="all", sums="all", masked=True, less_m=False, one="mine", so
     return loss
 
 
-def _two_sums_in_one_message(logits_BSv, y_BS, first, group):
-    is_mine_BS = (y_BS >= first) & (y_BS < first + logits_BSv.shape[-1])
-    place_BS1 = (y_BS - first).clamp(0, logits_BSv.shape[-1] - 1).unsqueeze(-1)
-    max_BS = all_reduce(logits_BSv.amax(-1), group, op="max")
-    exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp()
-    target_BS = logits_BSv.gather(-1, place_BS1).squeeze(-1) * is_mine_BS
-    sum_BS, target_BS = all_reduce(torch.stack([exp_BSv.sum(-1), target_BS]), group)
-    grad_BSv = (exp_BSv / sum_BS.unsqueeze(-1)).scatter_add(-1, place_BS1, -is_mine_BS.unsqueeze(-1).double())
-    return sum_BS.log() + max_BS - target_BS, grad_BSv
-
-
 def _gathers_the_logits(logits_BSv, y_BS, first, group):
     all_reduce(torch.zeros(*y_BS.shape, 80, dtype=torch.float64), group)  # as long as all logits
     return _pieces()(logits_BSv, y_BS, first, group)
-
-
-def _vocabularies(rng):
-    sizes = (2, 1.0), (rng.choice([3, 4]), 1.0), (2, 800.0)
-    return [(size, rng.randrange(40, 70), scale, fresh_seed(rng)) for size, scale in sizes]
 
 
 _two_tensors = several(
@@ -197,5 +182,14 @@ _SAYS_LOSS = {
     "bytes sent": "three numbers per token, never the logits",
 }
 check_vocab_loss = Exercise(
-    _pieces(), _vocabularies, WRONG_LOSS, _loss, _SAYS_LOSS, right=_two_sums_in_one_message, ranks=True
+    _pieces(),
+    lambda rng: [
+        (size, rng.randrange(40, 70), scale, fresh_seed(rng))
+        for size, scale in ((2, 1.0), (rng.choice([3, 4]), 1.0), (2, 800.0))
+    ],
+    WRONG_LOSS,
+    _loss,
+    _SAYS_LOSS,
+    right=_pieces(messages=2),
+    ranks=True,
 )

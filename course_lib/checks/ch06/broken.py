@@ -24,7 +24,7 @@ class HookedSequenceParallel(TensorSequenceParallel):
         TensorParallel.backward(self, micro_batches)
 
 
-class _Sums(HookedSequenceParallel):
+class Sums(HookedSequenceParallel):
     """Sums in some micro-batches, by their numbers from the end."""
 
     when, op = staticmethod(lambda left, count: left == 0), "sum"
@@ -48,4 +48,4 @@ WRONG = {
     },
     "each rank uses its own tokens' part of the norms' gradients": {"when": staticmethod(lambda left, count: False)},
 }
-check_hooked_sequence = Exercise(_Sums, inputs, WRONG, trained, ranks=True, seconds=30.0)
+check_hooked_sequence = Exercise(Sums, inputs, WRONG, trained, ranks=True, seconds=30.0)

@@ -1,65 +1,62 @@
 """Graders of chapter 06, exercises 1, 2 and 6: shapes of regions, bytes kept, the cheapest way that fits."""
 
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, named
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions
-def _shape(region, sp, config, B, S, t, rank):
-    tokens = piece_sizes(S, t)[rank] if sp and region == "residual" else S
+def _shape(region, sp, config, B, S, t, rank, **mistake):
+    """A mistake: regions that are `off`, with one of_sp or both, have other tokens(S, mine, t), and features cut."""
+    mine = piece_sizes(S, t)[rank]
     widths = {"queries": config.num_heads // t * config.head_dim, "features": config.d_ff // t}
-    return B, tokens, widths.get(region, config.d_model)
-
-
-def _off(*regions, sp=(False, True), tokens=lambda S, mine, t: mine, width=lambda width, t: width):
-    """An answer that is wrong in these regions, with and without sequence parallelism or in one of both."""
-
-    def shape(region, given_sp, config, B, S, t, rank):
-        right = _shape(region, given_sp, config, B, S, t, rank)
-        if region not in regions or given_sp not in sp:
-            return right
-        return B, tokens(S, piece_sizes(S, t)[rank], t), width(right[2], t)
-
-    return shape
+    width = widths.get(region, config.d_model)
+    if region in mistake.get("off", []) and sp in mistake.get("of_sp", [False, True]):
+        return B, mistake.get("tokens", lambda S, mine, t: mine)(S, mine, t), width // t if "cut" in mistake else width
+    return B, mine if sp and region == "residual" else S, width
 
 
 def _regions(rng):
-    cases = []
     for rest in (0, 1):
         t, head_dim = rng.choice([2, 4]), rng.choice([8, 16])
         heads, d_ff = t * rng.randrange(2, 5), t * rng.randrange(5, 30)
         config = ModelConfig("drawn", 1, 8 * rng.randrange(17, 40), heads, heads, d_ff, 64, 512, head_dim=head_dim)
         sizes = config, rng.randrange(2, 5), t * rng.randrange(5, 30) + rest, t
         regions = ("residual", "column input", "queries", "features", "row output")
-        cases += [(region, sp, *sizes, r) for sp in (False, True) for region in regions for r in (0, t - 1)]
-    return cases
+        yield from [(region, sp, *sizes, r) for sp in (False, True) for region in regions for r in (0, t - 1)]
 
 
-def _of_region(answer, region, sp, *sizes):
-    return {f"{region} with sp={sp}": answer(region, sp, *sizes)}
-
-
+_WIDE = ["residual", "column input", "row output"]
 _WRONG_SHAPE = {
-    "tensor parallelism alone leaves the residual stream whole on every rank": _off("residual", sp=(False,)),
-    "with sp the residual stream is in shards along the sequence": _off("residual", tokens=lambda S, mine, t: S),
-    "tokens that do not divide: the first ranks have ceil(S / t) each": _off(
-        "residual", sp=(True,), tokens=lambda S, mine, t: S // t
-    ),
-    "a column's input is gathered first: it needs all tokens": _off("column input"),
-    "it is still a part of a sum over all tokens, and is cut when it leaves": _off("row output"),
+    "tensor parallelism alone leaves the residual stream whole on every rank": {"off": ["residual"], "of_sp": [False]},
+    "with sp the residual stream is in shards along the sequence": {
+        "off": ["residual"],
+        "tokens": lambda S, mine, t: S,
+    },
+    "tokens that do not divide: the first ranks have ceil(S / t) each": {
+        "off": ["residual"],
+        "of_sp": [True],
+        "tokens": lambda S, mine, t: S // t,
+    },
+    "a column's input is gathered first: it needs all tokens": {"off": ["column input"]},
+    "it is still a part of a sum over all tokens, and is cut when it leaves": {"off": ["row output"]},
     "a tensor is cut along the sequence or along features, never both": [
-        _off("queries", "features"),
-        _off("residual", "column input", "row output", width=lambda width, t: width // t),
+        {"off": ["queries", "features"]},
+        {"off": _WIDE, "cut": True},
     ],
-    "the residual stream is cut along the sequence, not along features": _off(
-        "residual", "column input", "row output", tokens=lambda S, mine, t: S, width=lambda width, t: width // t
-    ),
+    "the residual stream is cut along the sequence, not along features": {
+        "off": _WIDE,
+        "tokens": lambda S, mine, t: S,
+        "cut": True,
+    },
 }
-check_shape = Exercise(_shape, _regions, _WRONG_SHAPE, _of_region)
+check_shape = Exercise(_shape, _regions, _WRONG_SHAPE, named("{} with sp={}"))
 
 
 # ------------------------------------------------------------------------------------ 2. bytes kept
+_SP = ("tp+sp", "regather")
+
+
 def _kept(mode, recompute, t, scores):
     """Korthikanti's table 2, with kept inputs of columns and with the shards of full recomputation."""
     if recompute == "full":
@@ -68,53 +65,42 @@ def _kept(mode, recompute, t, scores):
     return outside + 24 / t + (scores / t if recompute == "none" else 0)
 
 
-def _kept_if(of, modes=("tp", "tp+sp", "regather"), recomputes=("none", "selective")):
-    """An answer that is wrong in these modes with these recomputations."""
-    return lambda mode, recompute, t, scores: (
-        of(mode, recompute, t, scores)
-        if mode in modes and recompute in recomputes
-        else _kept(mode, recompute, t, scores)
-    )
-
-
 def _modes(rng):
     return [
         (mode, recompute, rng.choice([2, 4, 8, 16]), rng.randrange(20, 200))
-        for mode in ("tp", "tp+sp", "regather")
+        for mode in ("tp", *_SP)
         for recompute in ("none", "selective", "full")
     ]
 
 
-def _of_mode(answer, mode, recompute, t, scores):
-    return {f"bytes with {mode}, recompute {recompute}": answer(mode, recompute, t, scores)}
+def _kept_if(of, modes=("tp", *_SP), recomputes=("none", "selective")):
+    """An answer that is wrong in these modes with these recomputations."""
+    return lambda *case: (of if case[0] in modes and case[1] in recomputes else _kept)(*case)
 
 
-_SP = ("tp+sp", "regather")
 _CUT = "of TP's 10 + 24/t only the 10 is still to be divided"
 WRONG_KEPT = {
-    "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ("tp",)),
+    "tensor parallelism divides only 24 of the 34": _kept_if(lambda _, *case: _kept("regather", *case), ["tp"]),
     "the columns keep their gathered inputs, 4 bytes that nothing divides": _kept_if(
-        lambda _, *case: _kept("regather", *case), ("tp+sp",)
+        lambda _, *case: _kept("regather", *case), ["tp+sp"]
     ),
     "here the inputs of columns are kept as shards": _kept_if(lambda _, *case: _kept("tp+sp", *case)),
     f"{_CUT}: 24/t is inside attention and MLP, cut already": _kept_if(
-        lambda mode, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
+        lambda _, recompute, t, scores: _kept("tp", recompute, t, scores) / t, _SP
     ),
     f"{_CUT}: 24/t, like the scores, is cut already": _kept_if(
-        lambda mode, recompute, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ("none",)
+        lambda mode, _, t, scores: _kept("tp", "selective", t, scores) / t + scores / t, _SP, ["none"]
     ),
     "scores belong to heads, and heads are divided": _kept_if(
-        lambda mode, recompute, t, scores: _kept(mode, recompute, t, scores * t), recomputes=("none",)
+        lambda mode, recompute, t, scores: _kept(mode, recompute, t, scores * t), recomputes=["none"]
     ),
     "selective recomputation keeps no scores": _kept_if(
-        lambda mode, recompute, *case: _kept(mode, "none", *case), recomputes=("selective",)
+        lambda mode, _, *case: _kept(mode, "none", *case), recomputes=["selective"]
     ),
-    "without sp each rank keeps the whole input of a layer": _kept_if(
-        lambda mode, recompute, t, scores: 2 / t, ("tp",), ("full",)
-    ),
-    "with sp a layer's input is in shards": _kept_if(lambda *case: 2, _SP, ("full",)),
+    "without sp each rank keeps the whole input of a layer": _kept_if(lambda *case: 2 / case[2], ["tp"], ["full"]),
+    "with sp a layer's input is in shards": _kept_if(lambda *case: 2, _SP, ["full"]),
 }
-check_kept = Exercise(_kept, _modes, WRONG_KEPT, _of_mode)
+check_kept = Exercise(_kept, _modes, WRONG_KEPT, named("bytes with {}, recompute {}"))
 
 
 # ------------------------------------------------------------------------------------ 6. the cheapest way that fits
@@ -129,25 +115,21 @@ def _choice(free_bytes, s, b, h, layers, t, **believed):
 
 
 def _limits(rng):
-    cases = []
     for _ in range(5):
         s, b, h = 512 * rng.randrange(1, 20), rng.randrange(1, 5), 1024 * rng.randrange(1, 9)
         layers, t = rng.randrange(24, 100), rng.choice([2, 4, 8])
         for units in (layers * (30 + 4 * t), layers * 34, 2 * layers + 32):
-            cases += [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
-    return cases
+            yield from [(units * s * b * h // t + more, s, b, h, layers, t) for more in (1, -1)]
 
 
-def _said(answer, *case):
-    try:
-        return answer(*case)
-    except ValueError:
-        return "ValueError"
-
-
-def _way(answer, free_bytes, s, b, h, layers, t):
-    said, right = (_said(of, free_bytes, s, b, h, layers, t) for of in (answer, _choice))
-    return {f"what fits, {right}" if right != "ValueError" else "where nothing fits": said}
+def _way(answer, *case):
+    ways = []
+    for of in (answer, _choice):
+        try:
+            ways.append(of(*case))
+        except ValueError:
+            ways.append("ValueError")
+    return {"where nothing fits" if ways[1] == "ValueError" else f"what fits, {ways[1]}": ways[0]}
 
 
 _NEVER = {"keep": lambda layers, t: float("inf"), "regather": lambda layers, t: float("inf")}

@@ -3,29 +3,22 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import but
-from course_lib.checks.functions import function
-from course_lib.checks.table import Exercise
+from course_lib.checks import Cost, Exercise, but
+from course_lib.checks.ch06.broken import HookedSequenceParallel, Sums
 from course_lib.checks.trainers import inputs, sent_in_a_step, trained
-from course_lib.checks.watch import Cost
-from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
+from course_lib.comm import all_gather, all_reduce, gather_in, join, scatter_sum, split, sum_out
 from course_lib.compare import trials
 from course_lib.compare.record import Record
-from course_lib.minimal.sequence import TensorSequenceParallel, norms_of, sum_norm_gradients
+from course_lib.minimal.sequence import TensorSequenceParallel, norms_of
 from course_lib.minimal.tensor import TensorParallel, cut_dim
 from course_lib.model import build
 from course_lib.training import loss_of
 
 
 class FromItsParts(TensorParallel):
-    """A gather of its own; norms are marked when the model is built, and summed by the update."""
+    """The package's gather; norms are marked when the model is built, and summed by the update."""
 
-    enter = staticmethod(
-        function(
-            lambda x_BsD, group: torch.cat(all_gather(x_BsD.contiguous(), group).chunk(group.size()), dim=1),
-            lambda grad_BSD, group: reduce_scatter(torch.cat(grad_BSD.chunk(group.size(), 1)), group),
-        ).apply
-    )
+    enter = staticmethod(lambda x_BsD, group: gather_in(x_BsD, group, 1))
     leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 1))
 
     def __init__(self, model, make_optimizer, group):
@@ -50,24 +43,6 @@ class WithoutTheSum(TensorSequenceParallel):
             param.grad = all_reduce(param.grad, self.group)
 
 
-def average_the_norms(trainer):
-    for param in norms_of(trainer.model):
-        param.grad /= trainer.group.size()
-    TensorSequenceParallel.update(trainer)
-
-
-class SumsAfterEachMicroBatch(TensorSequenceParallel):
-    def backward(self, micro_batches):
-        for x_BS, y_BS in micro_batches:
-            (self.loss(x_BS, y_BS) / len(micro_batches)).backward()
-            sum_norm_gradients(self.model, self.group)
-
-
-def _between(**ways):
-    """Return the trainer with other ways into columns and out of rows: enter(x, group), leave(x, group)."""
-    return but(TensorSequenceParallel, **{way: staticmethod(move) for way, move in ways.items()})
-
-
 def watch(answer, num_micro_batches):
     if num_micro_batches > 1:
         return trained(answer, num_micro_batches)
@@ -87,12 +62,6 @@ def watch(answer, num_micro_batches):
     return seen | {"bytes sent": Cost(sent.value - again, sent.slack)}
 
 
-def _my_part(full, shape):
-    """This rank's part of a tensor: cut along the dimension in which the shapes differ, or all of it."""
-    dim = cut_dim(shape, full.shape)
-    return full if dim is None else split(full, dist.group.WORLD, dim)
-
-
 def _gradients(answer):
     """Watch the tokens of the first norm, the loss, and the gradients as the optimizer is given them."""
     made, normed, seen = answer(build(trials.CONFIG, dtype=torch.float64), trials.sgd, dist.group.WORLD), [], {}
@@ -106,9 +75,12 @@ def _gradients(answer):
         loss = made.loss(*part) - full_loss.detach()
 
     def note(*_) -> None:
-        off = {n: p.grad - _my_part(full[n], p.shape) for n, p in made.model.named_parameters()}
-        for kind, is_norm in (("norms", True), ("matrices", False)):
-            seen[f"gradients of {kind} less one process's"] = {n: x for n, x in off.items() if ("norm" in n) == is_norm}
+        off = {"norms": {}, "matrices": {}}
+        for name, param in made.model.named_parameters():
+            dim = cut_dim(param.shape, full[name].shape)
+            mine = full[name] if dim is None else split(full[name], dist.group.WORLD, dim)
+            off["norms" if "norm" in name else "matrices"][name] = param.grad - mine
+        seen.update({f"gradients of {kind} less one process's": of_kind for kind, of_kind in off.items()})
 
     made.optimizer.register_step_pre_hook(note)
     made.backward([part])
@@ -130,22 +102,21 @@ ENOUGH = (
 )
 WRONG = {
     "the first norm was given all tokens; after leave() a rank has its own": TensorParallel,
-    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": _between(
-        enter=lambda x_bSD, group: gather_in(x_bSD, group, 0), leave=lambda x_BSD, group: scatter_sum(x_BSD, group, 0)
-    ),
+    "the first norm was given some of the sequences; cut the tokens, dimension 1, not the batch": {
+        "enter": staticmethod(lambda x_bSD, group: gather_in(x_bSD, group, 0)),
+        "leave": staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0)),
+    },
     SUM: WithoutTheSum,
     "the gradients of 1 of 9 norms are not summed: that of the last, behind the blocks": but(
         WithoutTheSum, summed=staticmethod(lambda model: norms_of(model.blocks))
     ),
-    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": {
-        "update": average_the_norms
-    },
+    "on tp ranks the gradients of norms are tp times too small: averaged; add the ranks' parts": but(Sums, op="mean"),
     "a part of a matrix has its full gradient already; only what is replicated is to be summed": but(
         WithoutTheSum, summed=staticmethod(lambda model: list(model.parameters()))
     ),
-    "sum once, after the last micro-batch: a second sum counts the first micro-batches again": SumsAfterEachMicroBatch,
-    _GATHER: _between(enter=lambda x_BsD, group: join(x_BsD, group, 1)),
-    ENOUGH: _between(leave=lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1)),
+    "sum once, after the last micro-batch: a second sum counts the first micro-batches again": HookedSequenceParallel,
+    _GATHER: {"enter": staticmethod(lambda x_BsD, group: join(x_BsD, group, 1))},
+    ENOUGH: {"leave": staticmethod(lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1))},
 }
 SAYS = {
     "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",

@@ -7,12 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers, ranks_and_seeds
+from course_lib.checks.watch import crossed, function
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
-from course_lib.layout.partition import piece_sizes
 from course_lib.measure.meter import ByteMeter
 
 
@@ -24,18 +21,11 @@ def _padded(x, S, group):
 
 
 def _together(x_BsD, group, S):
-    return all_gather(_padded(x_BsD, S, group).transpose(0, 1).contiguous(), group)[:S].transpose(0, 1).contiguous()
+    return gather_in(x_BsD, group, 1, S)
 
 
 def _sum_of_mine(grad_BSD, group, S):
-    mine_sBD = reduce_scatter(_padded(grad_BSD, S, group).transpose(0, 1).contiguous(), group)
-    return mine_sBD[: piece_sizes(S, group.size())[group.rank()]].transpose(0, 1).contiguous()
-
-
-def _slice(grad_BSD, group, S, rank=None):
-    sizes = piece_sizes(S, group.size())
-    mine_BsD = grad_BSD.split(sizes, 1)[group.rank() if rank is None else rank]
-    return mine_BsD[:, : sizes[group.rank()]].contiguous()
+    return scatter_sum(grad_BSD, group, 1)
 
 
 def _reshaped(x_BsD, group, S):
@@ -44,23 +34,21 @@ def _reshaped(x_BsD, group, S):
 
 
 def _cut_and_reshaped(grad_BSD, group, S):
-    B, mine, D = len(grad_BSD), piece_sizes(S, group.size())[group.rank()], grad_BSD.shape[2]
+    shape = split(grad_BSD, group, 1).shape
     rows = reduce_scatter(_padded(grad_BSD, S, group).reshape(group.size(), -1), group)
-    return rows.flatten()[: B * mine * D].view(B, mine, D)
+    return rows.flatten()[: shape.numel()].view(shape)
 
 
 def _tokens(rng):
     """Equal shards, and a token less on the last rank."""
-    cases = []
     for size in (2, rng.choice([3, 4])):
         B, most, D = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
-        cases += [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
-    return cases
+        yield from [(size, B, most * size - short, D, fresh_seed(rng)) for short in (0, 1)]
 
 
 def _cross(answer, B, S, D, seed):
     group, rank = dist.group.WORLD, dist.get_rank()
-    x_BsD = _slice(numbers(seed, B, S, D), group, S).clone()
+    x_BsD = split(numbers(seed, B, S, D), group, 1)
     return crossed(lambda x_BsD: answer.apply(x_BsD, group, S), x_BsD, numbers(seed + 100 + rank, B, S, D))
 
 
@@ -71,12 +59,14 @@ WRONG_GATHER = {
     ),
     "the pieces came one below the other, along the batch, and were reshaped: that mixes sequences and tokens; "
     "transpose before the gather and after it": function(_reshaped, _sum_of_mine),
-    "only my columns' part of the gradient: each token met every rank's columns, so sum": function(_together, _slice),
+    "only my columns' part of the gradient: each token met every rank's columns, so sum": function(
+        _together, lambda grad, group, S: split(grad, group, 1)
+    ),
     "averaged over the ranks; the ranks' parts must be summed": function(
         _together, lambda grad, group, S: _sum_of_mine(grad, group, S) / group.size()
     ),
     "these are the first rank's tokens": function(
-        _together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S, rank=0)
+        _together, lambda grad, group, S: all_reduce(grad, group)[:, : split(grad, group, 1).shape[1]].contiguous()
     ),
     "backward cut the sum along the batch and reshaped it: that mixes sequences and tokens; transpose": function(
         _together, _cut_and_reshaped
@@ -84,7 +74,7 @@ WRONG_GATHER = {
     "no gradient arrived at x_BsD; backward must return it first, and None for group and S": function(
         _together, lambda grad, group, S: None
     ),
-    _HALF: Stops(function(_together, lambda grad, group, S: _slice(all_reduce(grad, group), group, S))),
+    _HALF: Stops(function(_together, lambda grad, group, S: split(all_reduce(grad, group), group, 1))),
 }
 SAYS_GATHER = {"bytes sent forward": _HALF, "bytes sent backward": _HALF}
 check_gather_in = Exercise(function(_together, _sum_of_mine), _tokens, WRONG_GATHER, _cross, SAYS_GATHER, ranks=True)
@@ -113,15 +103,10 @@ def _one_by_one(gradients, cut, group, in_place=True):
         gradients[name] = gradients[name].copy_(summed) if in_place else summed
 
 
-def _widths(rng):
-    return [(size, rng.randrange(4, 9), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
-
-
-def _summed(answer, width, seed):
-    names = sorted([*CUT, *WHOLE["norms"], *WHOLE["biases behind a sum"]])
-    shapes = [(width, 3) if name in CUT and "weight" in name else (width,) for name in names]
-    first = seed + 50 * dist.get_rank()
-    gradients = {name: numbers(first + i, *shape) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))}
+def _summed(answer, seed):
+    names, of_rank = sorted([*CUT, *WHOLE["norms"], *WHOLE["biases behind a sum"]]), seed + 50 * dist.get_rank()
+    shapes = [(4 + seed % 5, 3) if name in CUT and "weight" in name else (4 + seed % 5,) for name in names]
+    gradients = {name: numbers(of_rank + i, *shapes[i]) for i, name in enumerate(names)}
     left = dict(gradients)  # the very tensors: the answer works in place
     with ByteMeter() as meter:
         answer(gradients, set(CUT), dist.group.WORLD)
@@ -142,7 +127,7 @@ WRONG_SUM = {
     "put them into one flat tensor and send one all-reduce": _one_by_one,
 }
 _SAYS_SUM = {"collectives called": "put them into one flat tensor and send one all-reduce"}
-check_sum_of_my_tokens = Exercise(_sum, _widths, WRONG_SUM, _summed, _SAYS_SUM, ranks=True)
+check_sum_of_my_tokens = Exercise(_sum, ranks_and_seeds, WRONG_SUM, _summed, _SAYS_SUM, ranks=True)
 
 
 # ------------------------------------------------------------------------------------ 5. half a block

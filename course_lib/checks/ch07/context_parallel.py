@@ -2,9 +2,7 @@
 
 import torch
 
-from course_lib.checks.core import numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import several
+from course_lib.checks import Exercise, Stops, named, numbers, several
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_forward
@@ -18,28 +16,11 @@ def _places(sequence_sharding, S, ranks, rank, **believed):
     return positions(sequence_sharding, S, ranks, rank).tolist()
 
 
-def _chunks(first, second):
-    return lambda all_S, ranks, rank: torch.cat(
-        [all_S.chunk(2 * ranks)[place(ranks, rank)] for place in (first, second)]
-    )
-
-
-def _by_owner(sequence_sharding, S, ranks, rank):
-    owner = {
-        "contiguous": lambda t: t * ranks // S,
-        "striped": lambda t: t % ranks,
-        "zigzag": lambda t: min(t * 2 * ranks // S, 2 * ranks - 1 - t * 2 * ranks // S),
-    }[sequence_sharding]
-    return torch.tensor([t for t in range(S) if owner(t) == rank])
-
-
 def _all_ranks(rng):
-    cases = []
     for sequence_sharding in SEQUENCE_SHARDINGS:
         ranks = rng.choice([3, 4, 5])
         S = 2 * ranks * rng.randrange(2, 6)
-        cases += [(sequence_sharding, S, ranks, rank) for rank in range(ranks)]
-    return cases
+        yield from [(sequence_sharding, S, ranks, rank) for rank in range(ranks)]
 
 
 def _as_list(answer, sequence_sharding, S, ranks, rank):
@@ -53,16 +34,16 @@ def _neighbours(all_S, ranks, rank):
 
 _WRONG_POSITIONS = {
     "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": {
-        "zigzag": _chunks(lambda ranks, rank: rank, lambda ranks, rank: ranks + rank)
+        "zigzag": lambda all_S, ranks, rank: all_S.view(2, ranks, -1)[:, rank].flatten()
     },
     "these are two neighbouring chunks: the rank's work would grow with its number": {"zigzag": _neighbours},
     "the same tokens, but in descending chunks: positions ascend": {
-        "zigzag": _chunks(lambda ranks, rank: 2 * ranks - 1 - rank, lambda ranks, rank: rank)
+        "zigzag": lambda all_S, ranks, rank: all_S.view(2 * ranks, -1)[[2 * ranks - 1 - rank, rank]].flatten()
     },
     "striped deals tokens out one by one: every ranks-th, beginning with rank": {"striped": _neighbours},
     "contiguous tokens are neighbours": {"contiguous": lambda all_S, ranks, rank: all_S[rank::ranks]},
 }
-check_positions = Exercise(_places, _all_ranks, _WRONG_POSITIONS, _as_list, right=_by_owner)
+check_positions = Exercise(_places, _all_ranks, _WRONG_POSITIONS, _as_list, right=positions)
 
 
 # ------------------------------------------------------------------------------------ 2. merge
@@ -70,13 +51,6 @@ def merged(parts, weigh=lambda lses: lses.softmax(0), total=lambda lses: lses.lo
     """The reference, and with an argument another weight of an output, or another log-sum-exp."""
     outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
     return (weigh(lses).unsqueeze(-1) * outs).sum(0), total(lses)
-
-
-def _one_by_one(parts):
-    if len(parts) == 1:
-        return parts[0]
-    (out, lse), (part, part_lse) = _one_by_one(parts[:-1]), parts[-1]
-    return out + torch.sigmoid(part_lse - lse).unsqueeze(-1) * (part - out), torch.logaddexp(lse, part_lse)
 
 
 def _parts(rng):
@@ -201,14 +175,12 @@ def _believed(method, **change):
 
 def _sizes(rng):
     """With grouped queries, in 4, 1 and 2 bytes: in each other mistakes come to the same number."""
-    cases = []
     for method in ("ring", "ulysses"):
         for itemsize in (4, 1, 2):
             c = rng.choice([3, 5])
             K = c * rng.randrange(1, 3)
             sizes = (rng.randrange(2, 5), rng.randrange(6, 30), K * rng.choice([2, 4]), K, 8 * rng.randrange(1, 5))
-            cases.append((method, c, *sizes, itemsize))
-    return cases
+            yield method, c, *sizes, itemsize
 
 
 _SAME, _KEPT = {"numbers_of": lambda size: (size, size, size)}, {"numbers_of": lambda size: (size, 0, 4)}
@@ -232,6 +204,4 @@ _WRONG_BYTES = {
         _believed("ring", numbers_of=lambda size: (size, 0, 0)),
     ],
 }
-check_bytes = Exercise(
-    _bytes, _sizes, _WRONG_BYTES, (lambda answer, method, *sizes: ({f"bytes, {method}": answer(method, *sizes)}))
-)
+check_bytes = Exercise(_bytes, _sizes, _WRONG_BYTES, named("bytes, {}"))

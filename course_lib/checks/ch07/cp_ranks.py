@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import model
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.functions import crossed, function
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
-from course_lib.comm import all_gather, all_reduce, all_to_all
+from course_lib.checks import Cost, Exercise, Stops, fresh_seed, numbers
+from course_lib.checks.watch import crossed, function
+from course_lib.comm import all_reduce, all_to_all, join, split
 from course_lib.config import ModelConfig
 from course_lib.parallel import context
 from course_lib.training import loss_of
@@ -22,26 +20,14 @@ SMALL = ModelConfig("small", 1, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24
 
 
 # ------------------------------------------------------------------------------------ 5. the loss of a shard
-def _loss(
-    engine,
-    tokens_BS1,
-    positions_s,
-    at=lambda positions_s: positions_s,
-    places=lambda positions_s: positions_s,
-    labels=lambda x_Bs, y_Bs: y_Bs,
-    divisor=lambda everyone, mine, rows: everyone,
-):
-    """The reference, and with an argument one of the mistakes.
-
-    at       which tokens are taken, `places` where the engine is told that they stand
-    labels   from inputs and labels of my tokens
-    divisor  from the numbers of tokens of all ranks and of mine, and of rows
-    """
-    x_BS, y_BS, at_s = tokens_BS1[:, :-1], tokens_BS1[:, 1:], at(positions_s)
+def _loss(engine, tokens_BS1, positions_s, at=None, places=None, labels=None, divisor=None):
+    """The reference. A mistake takes tokens elsewhere, tells other places, has other labels, divides otherwise."""
+    x_BS, y_BS, at_s = tokens_BS1[:, :-1], tokens_BS1[:, 1:], at(positions_s) if at else positions_s
     x_Bs, y_Bs = x_BS[:, at_s], y_BS[:, at_s]
-    logits_BsV = engine(x_Bs, places(positions_s))
-    losses = F.cross_entropy(logits_BsV.flatten(0, 1), labels(x_Bs, y_Bs).flatten(), reduction="sum")
-    return losses / divisor(y_BS.numel(), y_Bs.numel(), len(y_BS))
+    logits_BsV = engine(x_Bs, places(positions_s) if places else positions_s)
+    labels_Bs = labels(x_Bs, y_Bs) if labels else y_Bs
+    losses = F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), reduction="sum")
+    return losses / (divisor(y_BS.numel(), y_Bs.numel(), len(y_BS)) if divisor else y_BS.numel())
 
 
 def _loss_of_logsumexp(engine, tokens_BS1, positions_s):
@@ -57,10 +43,8 @@ def _cut_then_shifted(engine, tokens_BS1, positions_s):
 
 
 def _texts(rng):
-    cases = []
-    for size in (2, rng.choice([3, 4])):
-        cases.append((size, 3 if size != 3 else 2, 2 * size * rng.randrange(2, 5), fresh_seed(rng)))
-    return cases
+    sizes = (2, rng.choice([3, 4]))
+    return [(size, 2 if size == 3 else 3, 2 * size * rng.randrange(2, 5), fresh_seed(rng)) for size in sizes]
 
 
 def _lose(answer, B, S, seed):
@@ -118,9 +102,7 @@ WRONG_LOSS = {
         "divisor": lambda everyone, mine, rows: everyone * (1 - rows / mine),
     },
     "the labels are the inputs themselves; a token's label is the one after it": {"labels": lambda x_Bs, y_Bs: x_Bs},
-    "positions were counted from 0; give the engine positions_s": {
-        "places": lambda positions_s: torch.arange(len(positions_s))
-    },
+    "positions were counted from 0; give the engine positions_s": {"places": lambda at_s: torch.arange(len(at_s))},
     "these are contiguous tokens; mine stand at positions_s": {
         "at": lambda positions_s: torch.arange(len(positions_s)) + dist.get_rank() * len(positions_s)
     },
@@ -130,10 +112,10 @@ check_loss = Exercise(_loss, _texts, WRONG_LOSS, _lose, right=_loss_of_logsumexp
 
 
 # ------------------------------------------------------------------------------------ 6. tokens for heads
-def _exchanged(x, group, cut, put):
+def _exchanged(x, group, cut, put, dealt_out=False):
     """An all-to-all of the pieces of dimension `cut`, what comes put together along dimension `put`."""
-    pieces = x.unflatten(cut, (group.size(), -1)).movedim(cut, 0).contiguous()
-    return all_to_all(pieces, group).movedim(0, put).flatten(put, put + 1)
+    pieces = x.unflatten(cut, (-1, group.size()) if dealt_out else (group.size(), -1)).movedim(cut + dealt_out, 0)
+    return all_to_all(pieces.contiguous(), group).movedim(0, put).flatten(put, put + 1)
 
 
 def _in(x_BNsH, group):
@@ -142,21 +124,6 @@ def _in(x_BNsH, group):
 
 def _back(grad_BnSH, group):
     return _exchanged(grad_BnSH, group, cut=2, put=1)
-
-
-def _heads_dealt_out(x_BNsH, group):
-    pieces = x_BNsH.unflatten(1, (-1, group.size())).movedim(2, 0).contiguous()
-    return all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-
-def _heads_and_rows_mixed(x_BNsH, group):
-    B, N, s, H = x_BNsH.shape
-    return all_to_all(x_BNsH.reshape(group.size(), B, N // group.size(), s, H), group).movedim(0, 2).flatten(2, 3)
-
-
-def _gathered(x_BNsH, group):
-    whole = all_gather(x_BNsH.unsqueeze(0).contiguous(), group).movedim(0, 2).flatten(2, 3)
-    return whole.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
 def _shapes(rng):
@@ -176,20 +143,28 @@ def _exchange(answer, B, n, s, H, seed):
     return told | seen
 
 
+_OTHERS = "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?"
+_PLACES = "the right elements in wrong places; where does the dimension of ranks go after all_to_all?"
+_ONE = "one all-to-all, no all-gather"
 WRONG_HEADS = {
     "tokens of the ranks are dealt out one by one; rank 0's come first, all of them": function(
         lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).transpose(2, 3).flatten(2, 3), _back
     ),
-    "heads were dealt out one by one; rank j gets heads j n to (j + 1) n - 1": function(_heads_dealt_out, _back),
+    "heads were dealt out one by one; rank j gets heads j n to (j + 1) n - 1": function(
+        partial(_exchanged, cut=1, put=2, dealt_out=True), _back
+    ),
     "pieces lie in reverse order": function(
         lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).flip(2).flatten(2, 3), _back
     ),
     "still every head of my tokens: nothing was exchanged": function(lambda x, group: x.clone(), _back),
     "pieces were put side by side as heads; they are more tokens": function(partial(_exchanged, cut=1, put=1), _back),
-    "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?": function(
-        _heads_and_rows_mixed, _back
+    _OTHERS: function(
+        lambda x, group: (
+            all_to_all(x.reshape(group.size(), len(x), -1, *x.shape[2:]), group).movedim(0, 2).flatten(2, 3)
+        ),
+        _back,
     ),
-    "the right elements in wrong places; where does the dimension of ranks go after all_to_all?": function(
+    _PLACES: function(
         lambda x, group: _in(x, group).unflatten(2, (group.size(), -1)).movedim(2, 0).reshape(_in(x, group).shape),
         _back,
     ),
@@ -205,13 +180,8 @@ WRONG_HEADS = {
     "the gradient's numbers are there, but cut into heads the way forward was; cut them by tokens": function(
         _in, lambda grad, group: grad.reshape(len(grad), -1, grad.shape[2] // group.size(), grad.shape[3])
     ),
-    "one all-to-all, no all-gather": Stops(function(_gathered, _back)),
+    _ONE: Stops(function(lambda x, group: split(join(x, group, 2), group, 1), _back)),
 }
-SAYS_HEADS = {
-    "elements of forward": "elements of other heads or tokens came; which dimension is cut into pieces for all_to_all?",
-    "forward": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-    "the gradient": "the right elements in wrong places; where does the dimension of ranks go after all_to_all?",
-    "bytes sent forward": "one all-to-all, no all-gather",
-    "bytes sent backward": "one all-to-all, no all-gather",
-}
+SAYS_HEADS = {"elements of forward": _OTHERS, "forward": _PLACES, "the gradient": _PLACES}
+SAYS_HEADS |= {"bytes sent forward": _ONE, "bytes sent backward": _ONE}
 check_heads_for_tokens = Exercise(function(_in, _back), _shapes, WRONG_HEADS, _exchange, SAYS_HEADS, ranks=True)

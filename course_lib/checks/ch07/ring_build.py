@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import Cost, Exercise, fresh_seed, numbers, several
 from course_lib.checks.ch07.context_parallel import merged
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost, several
 from course_lib.comm import all_reduce
-from course_lib.layout import tile
 from course_lib.layout.block_pairs import all_pairs
+from course_lib.layout.sequence_sharding import Tile, tile
 from course_lib.minimal import ring_attention
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_backward, standard_forward
@@ -68,38 +67,31 @@ class Ring:
 class ForwardAlone:
     """The forward pass of the reference."""
 
-    knows_zigzag = True
+    knows_zigzag, rests = True, 1  # a block rests in the last ring step
+    merge = staticmethod(merged)
 
-    def part(self, ring: Ring, key_rank: int, s: int) -> tuple[slice, slice, bool] | None:
-        of = tile("zigzag" if ring.zigzag and self.knows_zigzag else "contiguous", s, ring.rank, key_rank)
-        return of and (of.queries, of.keys, of.causal)
+    def part(self, ring: Ring, key_rank: int, s: int) -> Tile | None:
+        return tile("zigzag" if ring.zigzag and self.knows_zigzag else "contiguous", s, ring.rank, key_rank)
 
     def blocks(self, kv, ring):
         for step in range(ring.size):
-            arrived = ring.pass_on(kv) if step < ring.size - 1 else None
+            arrived = ring.pass_on(kv) if step < ring.size - self.rests else None
             yield (ring.rank - step) % ring.size, kv
             kv = arrived() if arrived else None
-
-    def shares(self, lse, new_lse):
-        both = torch.logaddexp(lse, new_lse)
-        return (lse - both).exp().unsqueeze(-1), (new_lse - both).exp().unsqueeze(-1), both
 
     def tiles(self, q, kv, ring):
         """Of each block that is seen: rows, output and log-sum-exp."""
         for key_rank, block in self.blocks(kv, ring):
-            if part := self.part(ring, key_rank, q.shape[2]):
-                rows, columns, causal = part
-                yield rows, *ring.tile(q[:, :, rows], *block[..., columns, :], causal)
+            if of := self.part(ring, key_rank, q.shape[2]):
+                yield of.queries, *ring.tile(q[:, :, of.queries], *block[..., of.keys, :], of.causal)
 
     def forward(self, q, k, v, ring):
         out = lse = None
-        for rows, new, new_lse in self.tiles(q, torch.stack([k, v]), ring):
+        for rows, *new in self.tiles(q, torch.stack([k, v]), ring):
             if out is None:
-                out, lse = new, new_lse
-                continue
-            old, added, both = self.shares(lse[:, :, rows], new_lse)
-            out[:, :, rows] = old * out[:, :, rows] + added * new
-            lse[:, :, rows] = both
+                out, lse = new
+            else:
+                out[:, :, rows], lse[:, :, rows] = self.merge([(out[:, :, rows], lse[:, :, rows]), new])
         return out, lse
 
 
@@ -114,14 +106,13 @@ class MyRing(ForwardAlone):
     def backward(self, grad, q, k, v, out, lse, ring):
         dq, own, arrived = torch.zeros_like(q), torch.zeros_like(torch.stack([k, v])), None
         for key_rank, kv in self.blocks(torch.stack([k, v]), ring):
-            dkv, part = torch.zeros_like(kv), self.part(ring, key_rank, q.shape[2])
-            if part:
-                rows, columns, causal = part
-                keys = kv[..., columns, :]
+            dkv, of = torch.zeros_like(kv), self.part(ring, key_rank, q.shape[2])
+            if of:
+                rows, keys = of.queries, kv[..., of.keys, :]
                 final = self.final(rows, q, keys, out, lse)
-                new_dq, *new_dkv = ring.tile_backward(grad[:, :, rows], q[:, :, rows], *keys, *final, causal)
+                new_dq, *new_dkv = ring.tile_backward(grad[:, :, rows], q[:, :, rows], *keys, *final, of.causal)
                 dq[:, :, rows] += new_dq
-                dkv[..., columns, :] = torch.stack(new_dkv)
+                dkv[..., of.keys, :] = torch.stack(new_dkv)
             if key_rank == ring.rank and self.keeps_its_own:
                 own = dkv
             else:
@@ -146,32 +137,12 @@ class MergesAtTheEnd(MyRing):
         return merged(found)
 
 
-class AddsUnshrunk(MyRing):
-    def shares(self, lse, new_lse):
-        old, added, both = super().shares(lse, new_lse)
-        return torch.ones_like(old), added, both
-
-
 class SendsAfterwards(MyRing):
     def blocks(self, kv, ring):
         for step in range(ring.size):
             yield (ring.rank - step) % ring.size, kv
             if step < ring.size - 1:
                 kv = ring.pass_on(kv)()
-
-
-class GoesAroundTwice(MyRing):
-    def forward(self, q, k, v, ring):
-        kv = torch.stack([k, v])
-        for _ in range(ring.size):
-            kv = ring.pass_on(kv)()
-        return super().forward(q, *kv, ring)
-
-
-def compute_a_whole_tile(mine, q, k, v, ring):
-    """A forward that is right, but the kernel computes what the merge then throws away."""
-    ring.tile(q, k, v, False)
-    return MyRing.forward(mine, q, k, v, ring)
 
 
 WAYS = {"forward": "step 1 (forward)", "backward": "step 2 (backward)"}
@@ -244,13 +215,17 @@ WRONG = {
         "blocks": lambda self, kv, ring: [(ring.rank, kv)],
         "home": lambda self, own, arrived: own,
     },
-    "rank 0 needs no other block: is each block merged, and does the old output shrink too?": AddsUnshrunk,
+    "rank 0 needs no other block: is each block merged, and does the old output shrink too?": {
+        "merge": partial(merged, weigh=lambda lses: torch.stack([torch.ones_like(lses[0]), lses.softmax(0)[1]]))
+    },
     _FINAL: {"final": lambda self, rows, q, keys, out, lse: standard_forward(q[:, :, rows], *keys, False)},
     HOME: {"home": lambda self, own, arrived: (arrived(), own)[1]},
-    ENOUGH: GoesAroundTwice,
+    ENOUGH: {"rests": 0},
     EARLY: SendsAfterwards,
     _SEES: {"knows_zigzag": False},
-    _HALVES: {"forward": compute_a_whole_tile},
+    _HALVES: {  # the kernel computes a tile that is thrown away
+        "forward": lambda self, q, k, v, ring: (ring.tile(q, k, v, False), MyRing.forward(self, q, k, v, ring))[1]
+    },
 }
 SAYS = (
     {f"{step}: {what}": why for step in (*WAYS.values(), _ZIGZAG) for what, why in SAYS.items()}

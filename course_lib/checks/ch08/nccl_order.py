@@ -7,34 +7,28 @@ messages that are started alone.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from course_lib import comm
 
+_WAYS = {"send": "its send to", "recv": "its receive from"}
 HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
 BATCH = "start a send and a receive in one dist.batch_isend_irecv"
 STUCK = f"right on gloo, but NCCL runs the messages of two ranks in the order of the calls, and ranks wait: {BATCH}"
 
 
-@dataclass
-class Started:
-    """Messages that one call started.
+class Started(NamedTuple):
+    """Messages that one call started."""
 
-    communicator   one for the batches of a group, one for the lone messages of each pair of ranks
-    messages       ("send" | "recv", the other rank)
-    after          the rank's calls that it had waited for by then
-    """
-
-    communicator: str
-    messages: list[tuple[str, int]] = field(default_factory=list)
-    after: frozenset[int] = frozenset()
+    communicator: str  # one for the batches of a group, one for the lone messages of each pair of ranks
+    messages: list[list]  # each ["send" | "recv", the other rank]
+    after: list[int]  # the rank's calls that it had waited for by then
 
 
 @contextmanager
@@ -49,7 +43,7 @@ def recorded_calls() -> Iterator[list[Started]]:
 
     def begin_batch(messages):
         check(messages)
-        calls.append(Started(f"batches of {messages[0].group.group_name}", after=frozenset(waited)))
+        calls.append(Started(f"batches of {messages[0].group.group_name}", [], sorted(waited)))
         left_of_batch[0] = len(messages)
 
     def starting(kind: str):
@@ -59,8 +53,8 @@ def recorded_calls() -> Iterator[list[Started]]:
                 left_of_batch[0] -= 1
             else:
                 pair = sorted((dist.get_rank(), other))
-                calls.append(Started(f"{group.group_name}, ranks {pair}", after=frozenset(waited)))
-            calls[-1].messages.append((kind, other))
+                calls.append(Started(f"{group.group_name}, ranks {pair}", [], sorted(waited)))
+            calls[-1].messages.append([kind, other])
             work = originals[kind](group, tensors, peer, *tag)
             call_of[id(work)] = work, len(calls) - 1  # the work is kept, so that no other gets its id
             return work
@@ -96,17 +90,14 @@ def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
         for rank, index, message in moved:
             left[rank][index].remove(message)
         if not moved:
-            stuck = [rank for rank in range(len(rows)) if any(left[rank])]
-            return rounds, ", ".join(_stands(rank, left[rank], running[rank]) for rank in stuck)
+            first = {rank: left[rank][min(running[rank])] for rank in range(len(rows)) if any(left[rank])}
+            places = {rank: [f"{_WAYS[kind]} rank {other}" for kind, other in calls] for rank, calls in first.items()}
+            return rounds, ", ".join(f"rank {rank} stands at " + " and ".join(at) for rank, at in places.items())
 
 
 def replay_of_all(calls: list[Started]) -> tuple[int, str]:
     """Return `replay` of the recorded calls of all ranks; each rank gives its own."""
-    said = [[one.communicator, one.messages, sorted(one.after)] for one in calls]
-    rows = comm.all_gather_json(said, dist.group.WORLD)
-    return replay(
-        [[Started(name, [*map(tuple, messages)], frozenset(after)) for name, messages, after in row] for row in rows]
-    )
+    return replay([[Started(*call) for call in row] for row in comm.all_gather_json(calls, dist.group.WORLD)])
 
 
 def _running(row: Sequence[Started], left: Sequence[list]) -> list[int]:
@@ -117,23 +108,13 @@ def _running(row: Sequence[Started], left: Sequence[list]) -> list[int]:
     return [index for index in heads.values() if not any(left[before] for before in row[index].after)]
 
 
-def _matched(rows, left, running) -> list[tuple[int, int, tuple[str, int]]]:
+def _matched(rows, left, running) -> list[tuple[int, int, list]]:
     """(rank, its call, message) of both ends of each message that runs at both."""
-    waiting: dict[tuple, deque] = {}
+    waiting: dict[tuple, dict[str, list]] = {}
     for rank, indices in enumerate(running):
         for index in indices:
             for kind, other in left[rank][index]:
                 pair = (rank, other) if kind == "send" else (other, rank)
-                key = rows[rank][index].communicator, pair
-                waiting.setdefault((*key, kind), deque()).append((rank, index, (kind, other)))
-    moved = []
-    for (communicator, pair, kind), sends in waiting.items():
-        if kind == "send":
-            for both in zip(sends, waiting.get((communicator, pair, "recv"), ()), strict=False):
-                moved += both
-    return moved
-
-
-def _stands(rank: int, left: Sequence[list], running: list[int]) -> str:
-    ways = {"send": "its send to", "recv": "its receive from"}
-    return f"rank {rank} stands at " + " and ".join(f"{ways[kind]} rank {other}" for kind, other in left[min(running)])
+                ends = waiting.setdefault((rows[rank][index].communicator, pair), {"send": [], "recv": []})
+                ends[kind].append((rank, index, [kind, other]))
+    return [end for ends in waiting.values() for both in zip(*ends.values(), strict=False) for end in both]

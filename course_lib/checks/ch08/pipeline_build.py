@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.checks import Cost, Exercise, Stops
 from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
 from course_lib.checks.ch08.pipeline_schedules import limited, scheduled
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather_json
 from course_lib.compare.trials import PIPELINE_CONFIG as CONFIG
 from course_lib.compare.trials import one_process, pipeline_micro_batches
@@ -18,8 +17,6 @@ from course_lib.minimal.one_f_one_b import PipelineRank, afab, naive
 from course_lib.minimal.one_f_one_b import one_f_one_b as lists_of_1f1b
 from course_lib.model import build
 from course_lib.schedules import simulate
-
-_NO_BACKWARD = -1  # of torch._C._current_graph_task_id
 
 
 class InOrder(PipelineRank):
@@ -69,14 +66,9 @@ def twice(method):
     return lambda worker, *given: (method(worker, *given), method(worker, *given))[1]
 
 
-def receive_in_float32(worker, src):
+def receive_in_float32(worker, *receive):
     """The default dtype, whatever the model's is."""
-    if src not in range(worker.last + 1):
-        return worker.start()
-    x_BSD = torch.empty(*worker.micro_batches[0][0].shape, worker.stage.config.d_model)
-    worker.start(dist.P2POp(dist.irecv, x_BSD, src))
-    worker.works.pop()[0].wait()
-    return x_BSD
+    InOrder.start(worker, *[dist.P2POp(message.op, message.tensor.float(), message.peer) for message in receive])
 
 
 def start_alone(worker, *receive):
@@ -98,34 +90,29 @@ def inputs(rng):
 def watch(answer, count):
     """One step: its gradients, then the order of forwards and backwards of all ranks, bytes, and NCCL's order."""
     model, words = build(CONFIG, dtype=torch.float64), []
+
+    def note_forward(block, *_) -> None:
+        if torch._C._current_graph_task_id() == -1:  # recomputation in backward is no forward of the schedule
+            words.append(f"F {id(block)}")
+
     for block in model.blocks:
-        block.register_forward_hook(lambda block, *_: _note_forward(words, block))
-        next(block.parameters()).register_post_accumulate_grad_hook(
-            lambda _, block=block: words.append(f"B {id(block)}")
-        )
+        block.register_forward_hook(note_forward)
+        weight = next(block.parameters())
+        weight.register_post_accumulate_grad_hook(lambda _, block=block: words.append(f"B {id(block)}"))
     worker = answer(model, pipeline_micro_batches(count))
     with ByteMeter() as meter, recorded_calls() as calls:
         worker.step()
     mine = {name: param.grad for name, param in worker.stage.named_parameters() if param.grad is not None}
     _, stuck = replay_of_all(calls)
-    rows = all_gather_json(_of_one_block(words), dist.group.WORLD)
-    return (
-        _gradients(mine, _one_process(count))
-        | _order(rows, count)
-        | {"bytes sent": Cost(meter.sent_bytes, 0.01 * meter.sent_bytes), "where ranks stand on NCCL": stuck}
-    )
-
-
-def _note_forward(words: list[str], block) -> None:
-    """Recomputation in backward is no forward of the schedule."""
-    if torch._C._current_graph_task_id() == _NO_BACKWARD:
-        words.append(f"F {id(block)}")
-
-
-def _of_one_block(words: list[str]) -> list[str]:
-    """The order of the first block that ran, with micro-batches counted."""
-    mine = [word[0] for word in words if word[2:] == words[0][2:]]
-    return [f"{op}{mine[:place].count(op)}" for place, op in enumerate(mine)]
+    ops = [word[0] for word in words if word[2:] == words[0][2:]]  # of the first block that ran
+    rows = all_gather_json([f"{op}{ops[:place].count(op)}" for place, op in enumerate(ops)], dist.group.WORLD)
+    schedule, order = scheduled(rows, len(rows), count)
+    if schedule is not None:
+        got = simulate(schedule)
+        order["micro-batches that ranks keep"] = tuple(map(Cost, got.peak_live))
+        order["slots of the schedule"] = Cost(got.makespan_s)
+    sent = {"bytes sent": Cost(meter.sent_bytes, 0.01 * meter.sent_bytes), "where ranks stand on NCCL": stuck}
+    return _gradients(mine, _one_process(count)) | order | sent
 
 
 def _gradients(mine: dict, expected: dict) -> dict:
@@ -135,17 +122,6 @@ def _gradients(mine: dict, expected: dict) -> dict:
     return {
         "parameters without a gradient": sorted(expected.keys() - names),
         "gradients less one process's, at most": torch.stack(off).max() if off else None,
-    }
-
-
-def _order(rows: list[list[str]], count: int) -> dict:
-    schedule, seen = scheduled(rows, len(rows), count)
-    if schedule is None:
-        return seen
-    got = simulate(schedule)
-    return {
-        "micro-batches that ranks keep": tuple(map(Cost, got.peak_live)),
-        "slots of the schedule": Cost(got.makespan_s),
     }
 
 
@@ -166,7 +142,7 @@ WRONG = {
     "every rank waits for the backward of one micro-batch before it starts the next": {"lists": staticmethod(naive)},
     "one message a cut each way": {"send": twice(InOrder.send), "receive": twice(InOrder.receive)},
     STUCK: {"start": start_alone},
-    "make the buffer with the shape": Stops({"receive": receive_in_float32}),
+    "make the buffer with the shape": Stops({"start": receive_in_float32}),
     "ranks wait for each other": Stops({"send": lambda worker, x_BSD, dst: dist.send(x_BSD, dst)}),
 }
 SAYS = {

@@ -2,39 +2,31 @@
 
 from itertools import combinations
 
-from course_lib.checks.table import Exercise, Stops, pairs
-from course_lib.checks.watch import Cost, agree, several
+from course_lib.checks import Cost, Exercise, Stops, agree, pairs, several
 
 
 # ------------------------------------------------------------------------------------ 1. the bubble
-def bubble(p, m, v, waits=None, works=None):
+def bubble(p, m, v, waits=lambda p, v: p - 1):
     """Waiting over working, and over both, in short stages of which a micro-batch has v a rank."""
-    waits, works = waits or p - 1, works or v * m
-    return waits / works, waits / (works + waits)
+    return waits(p, v) / (v * m), waits(p, v) / (v * m + waits(p, v))
 
 
 def pipelines(rng):
-    cases = []
-    for v in (1, rng.choice([2, 3, 4])):
-        p = rng.choice([3, 5, 8, 12])
-        cases.append((p, p * rng.choice([2, 3, 4]), v))
-    return cases
+    return [(p, p * rng.choice([2, 3, 4]), v) for v in (1, rng.choice([2, 3, 4])) for p in rng.choices([3, 5, 8, 12])]
 
 
 _WRONG_BUBBLE = {
     "the two are in the wrong order; waiting over working comes first": lambda p, m, v: bubble(p, m, v)[::-1],
-    "v is missing: stages are 1 / v as long": lambda p, m, v: bubble(p, m, 1),
-    "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": lambda p, m, v: bubble(
-        p, m, v, waits=p
-    ),
+    "v is missing: stages are 1 / v as long": {"v": 1},
+    "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": {"waits": lambda p, v: p},
     "of total time: v divides the waiting, and that stands in the denominator too": lambda p, m, v: (
         bubble(p, m, v)[0],
         bubble(p, m, 1)[1] / v,
     ),
     "total time is working and waiting together, so m + p - 1, not m": lambda p, m, v: bubble(p, m, v)[:1] * 2,
-    "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": lambda p, m, v: bubble(
-        p, m, v, waits=p * v - 1
-    ),
+    "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": {
+        "waits": lambda p, v: p * v - 1
+    },
     "the total too has v m short stages, and p - 1 that a rank waits": lambda p, m, v: (
         bubble(p, m, v)[0],
         bubble(p, m, 1)[1],
@@ -55,14 +47,12 @@ def layers_kept(name, L, p, m, i, in_flight=_in_flight):
 
 
 def _ranks_of_schedules(rng):
-    cases = []
     for name in ("naive", "afab", "1f1b"):
         for few in (False, True):
             p = rng.choice([4, 6, 8])
             m = rng.randrange(2, p) if few else p + rng.randrange(2, 9)
             L = p * rng.randrange(2, 6)
-            cases += [(name, L, p, m, i) for i in (*[0] * (name != "naive"), rng.randrange(1, p - 1), p - 1)]
-    return cases
+            yield from [(name, L, p, m, i) for i in (*[0] * (name != "naive"), rng.randrange(1, p - 1), p - 1)]
 
 
 WRONG_KEPT = {
@@ -133,10 +123,8 @@ def _less_at_the_ends(L, p, layer, embed, head):
 
 _WRONG_LAYERS = {
     "even numbers of layers are not even stages; embedding and head cost too": _even,
-    "the embedding costs too": lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, 0, head),
-    "embedding and head cost as much as so many layers only if a layer costs 1": lambda L, p, layer, embed, head: (
-        _to_the_shortest(L, p, 1, embed, head)
-    ),
+    "the embedding costs too": {"embed": 0},
+    "embedding and head cost as much as so many layers only if a layer costs 1": {"layer": 1},
     "embedding and head are at the wrong ends: the embedding is on the first stage, the head on the last": (
         lambda L, p, layer, embed, head: _to_the_shortest(L, p, layer, head, embed)
     ),
@@ -150,7 +138,7 @@ _WRONG_LAYERS = {
 
 def models(rng):
     """(L, p, layer, embed, head); in all together no two answers have stages that are equally long."""
-    answers = [_to_the_shortest, *(answer for _, answer in pairs(_WRONG_LAYERS))]
+    answers = [_to_the_shortest, *(answer for _, answer in pairs(check_layers.wrong))]
     while True:
         costs = [(1, 0, rng.choice([2, 3])), (2, rng.choice([4, 6]), 5), (3, 1, 0)]
         costs += [(rng.choice([2, 3]), rng.randrange(1, 8), rng.randrange(1, 8)) for _ in range(5)]

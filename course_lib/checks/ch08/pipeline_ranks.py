@@ -6,11 +6,10 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from course_lib.checks import Cost, Exercise, Stops, agree, fresh_generator, fresh_seed, numbers
 from course_lib.checks.ch08.nccl_order import BATCH, STUCK, recorded_calls, replay_of_all
-from course_lib.checks.core import fresh_generator, fresh_seed, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost, agree
 
 
 # ------------------------------------------------------------------------------------ 5. backward in two halves
@@ -69,7 +68,7 @@ def _watch_split(answer, x, linears, grad):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 say = "input_half: return two things: the gradient of x, and what weight_half needs"
                 return {"error": f"no pair\n{say}"}
-            kept = list(_tensors(pair[1]))
+            kept = [part for part in tree_leaves(pair[1]) if isinstance(part, Tensor)]
             products = answer.weight_half(pair[1])
     except RuntimeError as error:
         if "does not require grad" not in str(error):
@@ -83,14 +82,6 @@ def _watch_split(answer, x, linears, grad):
         "gradients of weights that input_half has computed": len(early),
         "the gradients of the weights": [product.clone() for product in products],
     }
-
-
-def _tensors(kept):
-    if isinstance(kept, Tensor):
-        yield kept
-    elif isinstance(kept, dict | list | tuple):
-        for part in kept.values() if isinstance(kept, dict) else kept:
-            yield from _tensors(part)
 
 
 EARLY = "input_half: it has computed the gradient of a weight already; nothing is delayed then"
@@ -130,21 +121,10 @@ def exchange(down, up, start=dist.batch_isend_irecv, arrived=1.0, swapped=False)
     return received.get(swapped), received.get(not swapped)
 
 
-def _exchange_even_ranks_first(down, up):
-    """In two rounds: ranks at even places send down and up while others receive, then the other way."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
-    works = []
-    for sends in ((True, False), (False, True))[rank % 2]:
-        if sends:
-            works += [dist.isend(up, rank - 1)] if rank > 0 else []
-            works += [dist.isend(down, rank + 1)] if rank < last else []
-        else:
-            works += [dist.irecv(before, rank - 1)] if rank > 0 else []
-            works += [dist.irecv(behind, rank + 1)] if rank < last else []
-    for work in works:
-        work.wait()
-    return before, behind
+def _even_ranks_first(messages):
+    """In two rounds of calls: ranks at even places send while others receive, then the other way."""
+    first = (dist.isend, dist.irecv)[dist.get_rank() % 2]
+    return [message.op(message.tensor, message.peer) for message in sorted(messages, key=lambda m: m.op is not first)]
 
 
 def _one_by_one(messages, order):
@@ -215,12 +195,12 @@ _BLOCKED = "ranks wait for each other: a blocking call waits for one that nobody
 SAYS_EXCHANGE, ERRORS = {"where ranks stand on NCCL": BATCH}, {"Timed out waiting": _BLOCKED}
 check_exchange = Exercise(
     exchange,
-    (lambda rng: ([(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))])),
+    lambda rng: [(size, fresh_seed(rng)) for size in (2, rng.choice([4, 5]))],
     _WRONG_EXCHANGE,
     _watch_exchange,
     SAYS_EXCHANGE,
     ranks=_BLOCKED,
-    right=_exchange_even_ranks_first,
+    right=partial(exchange, start=_even_ranks_first),
     errors=ERRORS,
     backend="gloo",
 )

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, Stops
+from course_lib.minimal.one_f_one_b import afab, naive, one_f_one_b
 from course_lib.schedules import from_lists, make, problems, simulate
 from course_lib.schedules.simulator import Costs
 
@@ -57,14 +57,12 @@ def _watch_limited(answer, p, m, most):
 
 _WRONG_LIMITED = {
     "this is 1F1B without the limit": {"ahead_of": lambda p, rank, most: p - 1 - rank},
-    "these are all forwards before all backwards": lambda p, m, most: lists_of("afab", p, m),
+    "these are all forwards before all backwards": lambda p, m, most: afab(p, m),
     "after warm-up a forward comes before the first backward, and counts too": {
         "ahead_of": lambda p, rank, most: min(p - 1 - rank, most)
     },
     "rank i never needs more than p - i micro-batches": {"ahead_of": lambda p, rank, most: most - 1},
-    "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: lists_of(
-        "naive", p, m
-    ),
+    "with room for more, start the next micro-batch before the backward of this one": lambda p, m, most: naive(p, m),
     "use whole backwards, B; I and W are for exercise 8": lambda p, m, most: lists_of("zb_h1", p, m),
     "deadlock": Stops({"ahead_of": lambda p, rank, most: min(rank, most - 1)}),
     "is missing, the backward": Stops(lambda p, m, most: [row[: 2 * m - 1] for row in limited(p, m, p)]),
@@ -86,13 +84,8 @@ def _whole_backwards_on_rank_0(p, m):
 
 
 def _w_behind_i(p, m):
-    rows = lists_of("1f1b", p, m)
-    return [[part for w in row for part in ([w] if w[0] == "F" else ["I" + w[1:], "W" + w[1:]])] for row in rows]
-
-
-def _all_w_at_the_end(p, m):
-    rows = lists_of("1f1b", p, m)
-    return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in rows]
+    halves = {"F": "F", "B": "IW"}
+    return [[half + word[1:] for word in row for half in halves[word[0]]] for row in one_f_one_b(p, m)]
 
 
 def _watch_shorter(answer, p, m):
@@ -112,9 +105,11 @@ def _watch_shorter(answer, p, m):
 
 _WRONG_SHORTER = {
     "it buys its time with memory, as ZB-H2": lambda p, m: lists_of("zb_h2", p, m),
-    "with unsplit backwards nothing can be delayed; split B into I and W": lambda p, m: lists_of("1f1b", p, m),
+    "with unsplit backwards nothing can be delayed; split B into I and W": one_f_one_b,
     "W stands directly behind each I; the next I comes later for it, and the end stays empty": _w_behind_i,
-    "delay W where others wait for an I, and do it where the rank itself would wait": _all_w_at_the_end,
+    "delay W where others wait for an I, and do it where the rank itself would wait": lambda p, m: [
+        [word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in one_f_one_b(p, m)
+    ],
 }
 _SAYS_SHORTER = {
     "slots that each rank waits": "delay W where others wait for an I, and do it where the rank itself would wait"

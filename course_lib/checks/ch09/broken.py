@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed
 from course_lib.minimal.experts import ExpertParallelMoE
 
 

@@ -1,15 +1,11 @@
 """Grader of chapter 09, exercise 6: a layer of experts on ranks, forward and backward, from an empty cell."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost
+from course_lib.checks import Cost, Exercise, fresh_seed, numbers
 from course_lib.comm import all_gather, all_to_all
 from course_lib.measure import ByteMeter
 from course_lib.minimal.experts import Exchange, by_expert, send_rows
@@ -19,9 +15,9 @@ D, F = 16, 8
 _COUNTS_BYTES = 64  # of each pair of rank and expert: what may be sent to say how many rows come
 
 
-def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group, change=None):
+def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group, **change):
     """As the lesson's; a mistake changes one step of it."""
-    step = {"move": Exchange.apply, "sort": by_expert, "undo": torch.argsort, "weigh": lambda w: w} | (change or {})
+    step = {"move": Exchange.apply, "sort": by_expert, "undo": torch.argsort, "weigh": lambda w: w} | change
     x_RD, order_R, rows_E = dispatch(x_TD, expert_Tk, num_experts)
     to_rank = rows_E.view(group.size(), -1)
     from_rank = all_to_all(to_rank, group)
@@ -61,7 +57,12 @@ def _watch_layer(answer, per_rank, k, seed):
     generator = torch.Generator().manual_seed(seed)
     num_experts = size * per_rank
     x_TD, expert_Tk, weight_Tk, c_TD = [_tokens(generator, 5 + 3 * r, num_experts, k) for r in range(size)][rank]
-    mine = [_expert(generator) for _ in range(num_experts)][rank * per_rank : (rank + 1) * per_rank]
+    every = [
+        nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)) for _ in range(num_experts)
+    ]
+    for param in nn.ModuleList(every).double().parameters():
+        param.data = numbers(generator, *param.shape) / 4
+    mine = every[rank * per_rank : (rank + 1) * per_rank]
     given, experts = (x_TD.requires_grad_(), expert_Tk.clone(), weight_Tk.requires_grad_()), list(mine)
     with ByteMeter() as meter:
         y_TD = answer(*given, experts, num_experts, dist.group.WORLD)
@@ -90,48 +91,31 @@ def _tokens(generator, count, num_experts, k):
     return x_TD.clone(), logits_TE.topk(k).indices, weight_Tk, c_TD
 
 
-def _expert(generator):
-    expert = nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)).double()
-    for param in expert.parameters():
-        param.data = numbers(generator, *param.shape) / 4
-    return expert
-
-
-class _HalfWay(Exchange):
-    @staticmethod
-    def backward(ctx, grad_RD):
-        grad_RD, *rest = Exchange.backward(ctx, grad_RD)
-        return grad_RD / ctx.group.size(), *rest
-
-
-def _gathers(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
-    """Right numbers, but every token goes to every rank, padded."""
-    all_gather(torch.zeros(64, x_TD.shape[1], dtype=x_TD.dtype), group)
-    return layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group)
-
-
-def _wrong_layer(**change):
-    return partial(layer, change=change)
+def _divided(x_RD, sent, received, group):
+    """The exchange, with a gradient that is divided by the number of ranks."""
+    part_RD = x_RD / group.size()
+    return Exchange.apply(part_RD + (x_RD - part_RD).detach(), sent, received, group)
 
 
 ROWS = "a row goes to the rank of its expert only, and its result comes back"
 WRONG = {
-    "the rows are added without their weights": _wrong_layer(weigh=torch.ones_like),
+    "the rows are added without their weights": {"weigh": torch.ones_like},
     "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the "
-    "results with the inverse of that order, order.argsort()": _wrong_layer(undo=lambda order_R: order_R),
+    "results with the inverse of that order, order.argsort()": {"undo": lambda order_R: order_R},
     "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
-    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": _wrong_layer(
-        undo=lambda order_R: torch.arange(len(order_R))
-    ),
+    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": {
+        "undo": lambda order_R: torch.arange(len(order_R))
+    },
     "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
-    "experts run, and undo the order before the results go back": _wrong_layer(
-        sort=lambda from_rank: torch.arange(from_rank.sum())
-    ),
+    "experts run, and undo the order before the results go back": {
+        "sort": lambda from_rank: torch.arange(from_rank.sum())
+    },
     "y_TD has no graph; nothing gets a gradient": lambda *given: layer(*given).detach(),
     "the experts get no gradient. Autograd does not see a plain collective; write an autograd.Function whose "
-    "backward sends the gradients the way of the rows back": _wrong_layer(move=send_rows),
-    "divided by the number of ranks; the loss here is a sum over all ranks": _wrong_layer(move=_HalfWay.apply),
-    ROWS: _gathers,
+    "backward sends the gradients the way of the rows back": {"move": send_rows},
+    "divided by the number of ranks; the loss here is a sum over all ranks": {"move": _divided},
+    # right numbers, but rows go to every rank, padded
+    ROWS: lambda *given: (all_gather(torch.zeros(64, D, dtype=torch.float64), given[-1]), layer(*given))[1],
 }
 HANG = "Does every rank call the same exchanges in the same order, also where it has no row to send?"
 check_layer = Exercise(

@@ -40,12 +40,10 @@ def _layout(job, tp=1, micro_batch=1, **choices):
 def jobs(rng):
     """Four jobs, one with experts, each with the fastest layout of the search."""
     drawn = zip(JOBS, (rng.choice([8, 16]), rng.choice([16, 32]), 64, 32), strict=True)
-    of_jobs = [(*rng.choice(known), num_gpus) for known, num_gpus in drawn]
-    return [(job, _fastest(job)) for job in (_job(*of_job) for of_job in of_jobs)]
-
-
-def _job(model, sequences, seq_len, num_gpus):
-    return Job(preset(model), CLUSTER, num_gpus, seq_len, sequences * seq_len, "bf16-master-fp32-grads")
+    for known, num_gpus in drawn:
+        model, sequences, seq_len = rng.choice(known)
+        job = Job(preset(model), CLUSTER, num_gpus, seq_len, sequences * seq_len, "bf16-master-fp32-grads")
+        yield job, _fastest(job)
 
 
 @lru_cache

@@ -1,7 +1,6 @@
 """Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import several
+from course_lib.checks import Exercise, named, several
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, Mesh
 
@@ -9,20 +8,17 @@ GB = 10**9
 
 
 # ------------------------------------------------------------------------------------ 1. who is in which group
-def groups(rank, sizes, ep, /, order=tuple, **mistakes):
-    """Its groups by axis. A mistake names another group, or makes one of the mesh, rank, ep, and the ranks of data.
-
-    order   of the axes, outermost first
-    """
+def groups(rank, sizes, ep, order=tuple, data="data", of_ep="ep", expert_dp="expert_dp"):
+    """Its groups by axis. A mistake orders axes otherwise, names a group, or makes one of mesh, rank, ep, data."""
     mesh = Mesh(**sizes, order=tuple(order(sizes)))
     right = mesh.members(rank, ep)
-    wrong = {axis: m if isinstance(m, str) else m(mesh, rank, ep, right["data"]) for axis, m in mistakes.items()}
-    return right | {axis: right[made] if isinstance(made, str) else made for axis, made in wrong.items()}
+    believed = {"data": data, "ep": of_ep, "expert_dp": expert_dp}
+    made = {axis: of if isinstance(of, str) else of(mesh, rank, ep, right["data"]) for axis, of in believed.items()}
+    return right | {axis: right[ranks] if isinstance(ranks, str) else ranks for axis, ranks in made.items()}
 
 
 def meshes(rng):
     """First cp outside dp and not the usual order, then dp outside; ep is not always data's inner axis."""
-    cases = []
     for case in range(4):
         order = ["cp", "pp", "dp", "tp"] if case == 0 else rng.sample(AXES, 4)
         if case == 1 and order.index("cp") < order.index("dp"):
@@ -31,8 +27,7 @@ def meshes(rng):
         first, last = sorted(("dp", "cp"), key=order.index)
         sizes = {"pp": 2 if case == 0 else rng.choice([1, 2, 3]), "tp": rng.choice([2, 3]), last: inner, first: outer}
         sizes = {axis: sizes[axis] for axis in order}
-        cases.append((_rank_that_tells(Mesh(**sizes, order=tuple(order)), ep, rng), sizes, ep))
-    return cases
+        yield _rank_that_tells(Mesh(**sizes, order=tuple(order)), ep, rng), sizes, ep
 
 
 def _rank_that_tells(mesh, ep, rng):
@@ -69,18 +64,18 @@ _WRONG_GROUPS = {
         {"data": _always("cp", "dp")},
     ],
     "those that differ in pp have other layers, and nothing of mine to sum": {"data": _same_tp},
-    "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": {"ep": "expert_dp"},
+    "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": {"of_ep": "expert_dp"},
     "neighbours in the world; ep is carved out of data": {
-        "ep": lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
+        "of_ep": lambda mesh, rank, ep, data: [*range(rank // ep * ep, rank // ep * ep + ep)]
     },
     "these lie along the inner axis of dp and cp; ep neighbours of data can be fewer or more": {
-        "ep": lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
+        "of_ep": lambda mesh, rank, ep, data: min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
     },
     "every so many ranks of data, not the run of neighbours that I am in": {
-        "ep": lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
+        "of_ep": lambda mesh, rank, ep, data: data[data.index(rank) // ep :: len(data) // ep]
     },
     "ranks with equal gaps between them; ep takes neighbours of data, one after the other": {
-        "ep": lambda mesh, rank, ep, data: data[data.index(rank) % (len(data) // ep) :: len(data) // ep]
+        "of_ep": lambda mesh, rank, ep, data: data[data.index(rank) % (len(data) // ep) :: len(data) // ep]
     },
     "these share the experts among them; expert_dp has the same ones": {"expert_dp": "ep"},
     "counted from the number of my run; my place in the run says which experts I have": {
@@ -105,11 +100,6 @@ def _summed_over(kind, rank, layout, **mistakes):
     norms = "data x tp" if layout.sequence_parallel else "data"
     name = {"matrices": "data", "norms": norms, "experts": "expert_dp"}[kind]
     return groups[mistakes.get(kind + "_with_SP" * layout.sequence_parallel, mistakes.get(kind, name))]
-
-
-def _a_rank_of_layouts(rng):
-    tp = rng.choice([2, 4])
-    return [(rng.randrange(16 * tp), tp)]
 
 
 def _watch_kinds(answer, rank, tp):
@@ -141,7 +131,9 @@ _WRONG_KINDS = {
     "ranks of other stages have other layers, and no part of this one": dict.fromkeys(KINDS, "world"),
     "this rank's own part counts too": lambda kind, rank, layout: {*_summed_over(kind, rank, layout)} - {rank},
 }
-check_summed_over = Exercise(_summed_over, _a_rank_of_layouts, _WRONG_KINDS, _watch_kinds)
+check_summed_over = Exercise(
+    _summed_over, lambda rng: [(rng.randrange(16 * tp), tp) for tp in rng.choices([2, 4])], _WRONG_KINDS, _watch_kinds
+)
 
 
 # ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
@@ -153,24 +145,11 @@ def sent(p, micro_batches, tokens, d_model, numel, itemsize, pp=None, zero3=lamb
 
 
 def steps(rng):
-    cases = []
     for case in range(3):
         p, itemsize = rng.choice([6, 8, 16]), rng.choice([2, 4]) if case else 4
         each = rng.choice([2, 5, 6, 7, 8])  # with other p and each, two mistakes would give one number
         tokens, d_model, numel = 128 * rng.randrange(1, 40), 64 * rng.randrange(4, 60), 1000 * rng.randrange(100, 999)
-        cases.append((p, p * each, tokens, d_model, p * numel, itemsize))
-    return cases
-
-
-def _numbers(half):
-    """Right, but one half counts numbers in place of bytes."""
-
-    def answer(*case):
-        both = list(sent(*case))
-        both[half] //= case[-1]
-        return both
-
-    return answer
+        yield p, p * each, tokens, d_model, p * numel, itemsize
 
 
 WRONG_SENT = {
@@ -178,7 +157,7 @@ WRONG_SENT = {
     "PP: every micro-batch passes every rank, not 1 / p of them": {"pp": lambda pp, p: pp // p},
     "PP: what arrives is counted too; sent are activations onward and gradients back": {"pp": lambda pp, p: 2 * pp},
     "PP: a rank in the middle sends both ways always; the ends do not": {"pp": lambda pp, p: pp * (p - 1) // p},
-    "PP: these are numbers; each has itemsize bytes": _numbers(0),
+    "PP: these are numbers; each has itemsize bytes": lambda *case: (sent(*case[:-1], 1)[0], sent(*case)[1]),
     "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": {"zero3": lambda each, p: (3 * each * p, p - 1)},
     "ZeRO-3 gathers twice, forward and backward, and reduces once": {"zero3": lambda each, p: (2 * each, p - 1)},
     "ZeRO-3: a rank's own piece is not sent to itself": {"zero3": lambda each, p: (3 * each, p)},
@@ -189,7 +168,7 @@ WRONG_SENT = {
     "ZeRO-3: gradients take one trip, a reduce-scatter; an all-reduce would be two": {
         "zero3": lambda each, p: (4 * each, p - 1)
     },
-    "ZeRO-3: these are numbers; each has itemsize bytes": _numbers(1),
+    "ZeRO-3: these are numbers; each has itemsize bytes": lambda *case: (sent(*case)[0], sent(*case[:-1], 1)[1]),
 }
 check_pp_and_zero3 = Exercise(
     sent, steps, WRONG_SENT, several("return a pair, of PP and of ZeRO-3", "what PP sends", "what ZeRO-3 sends")
@@ -197,59 +176,42 @@ check_pp_and_zero3 = Exercise(
 
 
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
-def _smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False):
-    """(tp, pp, dp), powers of two; None if nothing fits. Mistakes: sharded of the 16 bytes, pp first, over all GPUs."""
+def _smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False, then=lambda cut, *_: cut):
+    """(tp, pp, dp), powers of two, or None. Mistakes: bytes sharded of 16, pp first, sharded over all, another end."""
     cut = 1
     while cut <= gpus:
         tp = 1 if pp_first else min(cut, per_node)
         dp = gpus // cut
         if (16 - sharded + sharded / (gpus if dp_is_all else dp)) * numel / cut <= limit:
-            return tp, cut // tp, dp
+            return then((tp, cut // tp, dp), gpus, per_node)
         cut *= 2
-    return None
+    return then(None, gpus, per_node)
 
 
 def clusters(rng):
     """In the first three another mistake shows in each: no sharding, tp beyond a node, sharded over all GPUs."""
-    cases = []
     for case in range(6):
         gpus, per_node, numel = 8 * 2 ** rng.randrange(2, 6), rng.choice([4, 8]), rng.randrange(5, 120) * GB
         cut = {0: 2, 1: 2 * per_node, 2: gpus // 2}.get(case, 1)
         limit = (4 + 12 * (1 if case == 2 else cut) / gpus) * numel / cut * (1.05 if case == 2 else 1.02)
-        cases.append((numel, gpus, per_node, int(limit if case < 3 else numel * rng.uniform(0.3, 18))))
-    return cases
-
-
-def _watch_cut(answer, numel, gpus, per_node, limit):
-    cut = answer(numel, gpus, per_node, limit)
-    return {"(tp, pp, dp)": "that nothing fits" if cut is None else cut}
-
-
-def _one_node(numel, gpus, per_node, limit):
-    cut = _smallest_cut(numel, gpus, per_node, limit)
-    return cut if cut and cut[1] == 1 else None
-
-
-def _dp_without_pp(numel, gpus, per_node, limit):
-    cut = _smallest_cut(numel, gpus, per_node, limit)
-    return cut and (*cut[:2], gpus // cut[0])
-
-
-def _largest(numel, gpus, per_node, limit):
-    return _smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
+        yield numel, gpus, per_node, int(limit if case < 3 else numel * rng.uniform(0.3, 18))
 
 
 _WRONG_CUT = {
     "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": {"sharded": 0},
     "tp must stay inside a node": lambda numel, gpus, per_node, limit: _smallest_cut(numel, gpus, gpus, limit),
-    "it fits, but a smaller cut fits too: more of the GPUs can be dp": _largest,
+    "it fits, but a smaller cut fits too: more of the GPUs can be dp": {
+        "then": lambda cut, gpus, per_node: cut and (per_node, gpus // per_node, 1)
+    },
     "of equal cuts the one with the larger tp, as far as a node goes": {"pp_first": True},
     "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": {"sharded": 16},
     "dp is what tp and pp leave: the more they cut, the less there is to shard over": {"dp_is_all": True},
-    "nothing fits, whatever is cut": lambda numel, gpus, per_node, limit: (
-        _smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
-    ),
-    "a cut over more than a node fits, and your function says that nothing does": _one_node,
-    "its product is not the number of GPUs: dp is what tp and pp together leave": _dp_without_pp,
+    "nothing fits, whatever is cut": {"then": lambda cut, gpus, per_node: cut or (per_node, gpus // per_node, 1)},
+    "a cut over more than a node fits, and your function says that nothing does": {
+        "then": lambda cut, *_: cut if cut and cut[1] == 1 else None
+    },
+    "its product is not the number of GPUs: dp is what tp and pp together leave": {
+        "then": lambda cut, gpus, _: cut and (*cut[:2], gpus // cut[0])
+    },
 }
-check_smallest_cut = Exercise(_smallest_cut, clusters, _WRONG_CUT, _watch_cut)
+check_smallest_cut = Exercise(_smallest_cut, clusters, _WRONG_CUT, named("(tp, pp, dp)", none="that nothing fits"))

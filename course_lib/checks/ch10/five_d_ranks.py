@@ -2,13 +2,11 @@
 
 import functools
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import fresh_seed, numbers
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but, fresh_seed, numbers
 from course_lib.comm import all_reduce, all_reduce_
 from course_lib.config import preset
 from course_lib.layout import Layout
@@ -25,15 +23,15 @@ KINDS = ("matrices", "norms", "experts")
 
 
 # ------------------------------------------------------------------------------------ 5. a combination, fixed
-def _sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lambda group, layout: 1):
-    """Sums each kind over its groups, "" over none. A mistake names others, the divisor divides."""
+def _sum_by_kind(of_kind, groups, layout, divisor=lambda group: 1, **mistakes):
+    """Sums each kind over its groups, "" over none. A mistake names others, or a function of the layout does."""
     norms = "data tp" if layout.sequence_parallel else "data"
-    over = {"matrices": "data", "norms": norms, "experts": "expert_dp"} | mistake(layout)
+    over = {"matrices": "data", "norms": norms, "experts": "expert_dp"} | mistakes
     for kind, grads in of_kind.items():
         for grad in grads:
-            for axis in over[kind].split():
+            for axis in (over[kind](layout) if callable(over[kind]) else over[kind]).split():
                 all_reduce_(grad, getattr(groups, axis))
-            grad /= divisor(groups.expert_dp if kind == "experts" else groups.data, layout)
+            grad /= divisor(groups.expert_dp if kind == "experts" else groups.data)
 
 
 def combinations(rng):
@@ -42,11 +40,7 @@ def combinations(rng):
     return [(WORLD, text, seed) for text in texts]
 
 
-class _Unsummed(five_d.CutStageRunner):
-    """A backward whose gradients stay where they are."""
-
-    def before_backward(self, stage, is_last):
-        pass
+_Unsummed = but(five_d.CutStageRunner, before_backward=lambda self, stage, is_last: None)
 
 
 @functools.cache
@@ -83,28 +77,21 @@ def _watch_sums(answer, layout, seed):
 
 DIVIDED = "each rank's loss is a share of the mean already, nothing is divided"
 WRONG_SUMS = {
-    f"as many times too short as its group has ranks; {DIVIDED}": {"divisor": lambda group, layout: group.size()},
-    f"{WORLD} times too short; {DIVIDED}": {"divisor": lambda group, layout: WORLD},
-    "under SP each rank of tp ran its own tokens alone through it; they are missing": {
-        "mistake": lambda layout: {"norms": "data"}
-    },
-    "tp times too long: without SP every rank of tp has the whole gradient": {
-        "mistake": lambda layout: {"norms": "data tp"}
-    },
-    "summed with the gradients of other experts: those that share the layer with me": {
-        "mistake": lambda layout: {"experts": "data"}
-    },
+    f"as many times too short as its group has ranks; {DIVIDED}": {"divisor": lambda group: group.size()},
+    f"{WORLD} times too short; {DIVIDED}": {"divisor": lambda group: WORLD},
+    "under SP each rank of tp ran its own tokens alone through it; they are missing": {"norms": "data"},
+    "tp times too long: without SP every rank of tp has the whole gradient": {"norms": "data tp"},
+    "summed with the gradients of other experts: those that share the layer with me": {"experts": "data"},
     "the ranks of ep brought their tokens already, and have other experts": [
-        {"mistake": lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}},
-        {"mistake": lambda layout: {"experts": "ep"}},
+        {"experts": lambda layout: "ep" if layout.ep > 1 else "data"},
+        {"experts": "ep"},
     ],
-    "the ranks of expert_dp ran other tokens through the same experts; add theirs": {
-        "mistake": lambda layout: {"experts": ""}
-    },
+    "the ranks of expert_dp ran other tokens through the same experts; add theirs": {"experts": ""},
     "cut over tp: the other ranks of tp have another part, whose gradient is another": {
-        "mistake": lambda layout: {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
+        "matrices": lambda layout: "data tp" if layout.sequence_parallel else "data",
+        "experts": lambda layout: "expert_dp tp" if layout.sequence_parallel else "expert_dp",
     },
-    "the tokens of the other ranks of cp are missing": {"mistake": lambda layout: {"matrices": "dp"}},
+    "the tokens of the other ranks of cp are missing": {"matrices": "dp"},
 }
 check_combined_sums = Exercise(_sum_by_kind, combinations, WRONG_SUMS, _watch_sums, ranks=True, seconds=30.0)
 
@@ -132,30 +119,22 @@ def _watch_norm(answer, layout, seed, size):
     return {"the norm": answer(held, layout, dist.group.WORLD)}
 
 
-def _wrong_copies(*kinds, copies):
-    return partial(norm, **dict.fromkeys(kinds, copies))
-
-
 _WRONG_NORM = {
-    "what several ranks hold is counted as often": _wrong_copies(*KINDS, copies=lambda layout: 1),
+    "what several ranks hold is counted as often": dict.fromkeys(KINDS, lambda layout: 1),
     "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
-    "parallelism only says over whom their gradient is summed": _wrong_copies(
-        "norms", copies=lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
-    ),
-    "norms are on the ranks of tp as well, and counted there again": _wrong_copies(
-        "norms", copies=lambda layout: layout.data_size
-    ),
-    "an expert is on expert_dp ranks, not all of data": _wrong_copies(
-        "experts", copies=lambda layout: layout.data_size
-    ),
-    "ep says over how many ranks the experts are spread; the same ones are on expert_dp": _wrong_copies(
-        "experts", copies=lambda layout: layout.ep
-    ),
-    "experts are cut over tp, as matrices are: ranks of tp hold other parts": _wrong_copies(
-        "experts", copies=lambda layout: layout.expert_dp * layout.tp
-    ),
-    "not all that a rank holds is on every rank: each kind has its own number of copies": _wrong_copies(
-        *KINDS, copies=lambda layout: layout.world_size
+    "parallelism only says over whom their gradient is summed": {
+        "norms": lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
+    },
+    "norms are on the ranks of tp as well, and counted there again": {"norms": lambda layout: layout.data_size},
+    "an expert is on expert_dp ranks, not all of data": {"experts": lambda layout: layout.data_size},
+    "ep says over how many ranks the experts are spread; the same ones are on expert_dp": {
+        "experts": lambda layout: layout.ep
+    },
+    "experts are cut over tp, as matrices are: ranks of tp hold other parts": {
+        "experts": lambda layout: layout.expert_dp * layout.tp
+    },
+    "not all that a rank holds is on every rank: each kind has its own number of copies": dict.fromkeys(
+        KINDS, lambda layout: layout.world_size
     ),
     "ranks of cp have the same parameters too: data is dp times cp": {
         "matrices": lambda layout: layout.dp,

@@ -2,8 +2,7 @@
 
 import random
 
-from course_lib.checks.core import but
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, but
 
 
 class BatchPlan:

@@ -1,4 +1,4 @@
-"""Graders of chapter 11, exercises 3 to 5: what an advice is worth, a margin, and a choice judged by measured runs."""
+"""Graders of chapter 11, exercises 1 to 5: days, a deadline, an advice, a margin, a choice under a limit."""
 
 import math
 from functools import partial
@@ -6,29 +6,101 @@ from statistics import mean
 
 import numpy as np
 
-from course_lib.checks.core import CheckFailed
-from course_lib.checks.table import Exercise, Stops
+from course_lib.checks import CheckFailed, Exercise, Stops, named, several
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
 from course_lib.plan.measured import MeasuredRun, measured_job, measured_runs
 
-TRIES, GOOD_SHARE = 3, 0.85
+TRIES, GOOD_SHARE, DAY_S = 3, 0.85, 86_400
+
+
+# ------------------------------------------------------------------------------------ 1. an estimate
+def estimate(psi, num_layers, d_model, seq_len, tokens, num_gpus, peak, mfu, **mistake):
+    """(tokens/s, days). A mistake replaces a number: FLOPs of a parameter or a score, GPUs, MFU, seconds of a day."""
+    use = {"of_parameter": 6, "of_score": 12, "gpus": num_gpus, "reached": mfu, "day_s": DAY_S} | mistake
+    flops = use["of_parameter"] * psi + use["of_score"] * num_layers * d_model * seq_len
+    rate = use["gpus"] * peak * use["reached"] / flops
+    return rate, tokens / rate / use["day_s"]
+
+
+def models(rng):
+    for _ in range(3):
+        layers, d_model, seq_len = rng.randrange(20, 100), 128 * rng.randrange(16, 100), 2048 * rng.randrange(1, 9)
+        tokens, num_gpus = rng.randrange(1, 16) * 1e12, 8 * rng.randrange(1, 200)
+        run = (tokens, num_gpus, rng.choice([312e12, 989e12]), rng.randrange(25, 50) / 100)
+        yield 12 * layers * d_model**2, layers, d_model, seq_len, *run
+
+
+_WRONG_ESTIMATE = {
+    "2 psi is the forward pass alone; training needs 6": {"of_parameter": 2},
+    "attention's scores need FLOPs too: 12 L D S per token": {"of_score": 0},
+    "attention's scores count forward and backward: 12 L D S, not 4": {"of_score": 4},
+    "a GPU reaches its peak times the MFU, not its peak": {"reached": 1},
+    "all GPUs together, not one": {"gpus": 1},
+    "days, not hours: a day has 86,400 seconds": {"day_s": 3600},
+    "days, not seconds: a day has 86,400 seconds": {"day_s": 1},
+}
+check_estimate = Exercise(
+    estimate, models, _WRONG_ESTIMATE, several("return two numbers, (tokens_per_s, days)", "tokens/s", "days")
+)
+
+
+# ------------------------------------------------------------------------------------ 2. a deadline
+def deadline(mfu_of, flops_per_token, tokens, peak, days, by=lambda n, days: n * days, late=True, anyway=False):
+    """Of those in time the number with fewest GPU hours. Mistakes: least `by`; those too late count, or if none is."""
+    needed = {n: tokens * flops_per_token / (n * peak * mfu) / DAY_S for n, mfu in mfu_of.items()}
+    in_time = [n for n in needed if needed[n] <= days]
+    if not late and in_time:
+        in_time = needed
+    return min(in_time or (needed if anyway else []), key=lambda n: by(n, needed[n]), default=None)
+
+
+def deadlines(rng):
+    """One in time, none, and one where an MFU rises."""
+    cases, flops, peak = [], 5e11, 989e12
+    for late, rises in ((False, False), (True, False), (False, True)):
+        mfu_of = _mfu_by_gpus(rng, rises)
+        days = sorted(1e12 * flops / (n * peak * mfu) / DAY_S for n, mfu in mfu_of.items())
+        cases.append((mfu_of, flops, 1e12, peak, days[0] * 0.9 if late else days[2] * 1.001))
+    return cases
+
+
+def _mfu_by_gpus(rng, rises):
+    """MFU by GPUs; on most it falls so far that fewer are faster. It may rise once, as a measured row of the lesson."""
+    share, found = rng.randrange(40, 46) / 100, {}
+    for n in (64, 128, 256, 512):
+        found[n] = round(share, 4)
+        share *= rng.randrange(75, 90) / 100
+    if rises:
+        found[512] = round(found[256] * rng.randrange(103, 108) / 100, 4)
+    found[1024] = round(found[512] * 0.4, 4)
+    return {n: found[n] for n in rng.sample(list(found), len(found))}
+
+
+_WRONG_DEADLINE = {
+    "the fastest is in time, but it is not the cheapest: more GPUs at a lower MFU": {"by": lambda n, days: days},
+    "the cheapest of all is too late": {"late": False},
+    "the fewest GPUs that are in time; where MFU rises, more GPUs cost fewer GPU hours": {"by": lambda n, days: n},
+    "nobody is in time, so return None": {"anyway": True},
+    "the largest number of GPUs is neither the fastest nor the cheapest": {"by": lambda n, days: -n, "late": False},
+    "None is wrong where one is: it is in time": lambda mfu_of, flops_per_token, tokens, peak, days: None,
+}
+check_deadline = Exercise(deadline, deadlines, _WRONG_DEADLINE, named("GPUs", none="None"))
 
 
 # ------------------------------------------------------------------------------------ 3. yield
-def _yield_of(predicted, measured, k, best=max, of_first=max, highest=1):
+def _yield_of(predicted, measured, k, best=lambda told, real: max(real), of_first=max, highest=1):
     """The share of the best that the fastest of the k best predicted runs reached. A mistake: another best, or another
     of the first; highest = -1 begins with the lowest predictions."""
     first = sorted(range(len(predicted)), key=lambda index: -highest * predicted[index])[:k]
-    return of_first([measured[index] for index in first]) / best(measured)
+    return of_first([measured[index] for index in first]) / best(predicted, measured)
 
 
 _of_the_last = partial(_yield_of, of_first=lambda tries: tries[-1])
 
 
 def runs(rng):
-    cases = []
     for k in (1, 2, 3):
         while True:
             measured = [float(rng.randrange(100, 7000)) for _ in range(9)]
@@ -37,18 +109,15 @@ def runs(rng):
             worse = [_yield_of(predicted, measured, 1)] * (k > 1) + [_of_the_last(predicted, measured, k)] * (k > 2)
             if max([0.0, *worse]) < reached < 0.95:
                 break
-        cases.append((predicted, measured, k))
-    return cases
+        yield predicted, measured, k
 
 
 _WRONG_YIELD = {
-    "divide by the best measured run of all, not by the best prediction": lambda predicted, measured, k: _yield_of(
-        predicted, measured, k, best=lambda measured: max(predicted)
-    ),
+    "divide by the best measured run of all, not by the best prediction": {"best": lambda told, real: max(told)},
     "what counts is the measured speed of the choice, not its predicted one": lambda predicted, measured, k: (
         max(predicted) / max(measured)
     ),
-    "you may measure k runs and keep the fastest": lambda predicted, measured, k: _yield_of(predicted, measured, 1),
+    "you may measure k runs and keep the fastest": {"k": 1},
     "keep the fastest of the k tries; this is their mean": {"of_first": mean},
     "of the k tries the fastest counts, not the last": _of_the_last,
     "the k tries have the highest predictions, not the lowest": {"highest": -1},
@@ -70,17 +139,13 @@ def _interpolated(predicted, measured, share):
 
 
 def shares(rng):
-    cases = []
     for share, count in ((0.9, 20), (0.9, 30), (1.0, 11)):
         predicted = [rng.randrange(20, 80) + rng.random() for _ in range(count)]
-        cases.append((predicted, [told * (0.8 + 0.6 * rng.random()) for told in predicted], share))
-    return cases
+        yield predicted, [told * (0.8 + 0.6 * rng.random()) for told in predicted], share
 
 
 _WRONG_MARGIN = {
-    "measured over predicted, not predicted over measured": lambda predicted, measured, share: _margin_of(
-        measured, predicted, share
-    ),
+    "measured over predicted, not predicted over measured": lambda told, real, share: _margin_of(real, told, share),
     "this covers every run; a share of them is asked": {"factor": lambda ratios, index: max(ratios)},
     "this is the mean; half of the runs need more": {"factor": lambda ratios, index: mean(ratios)},
     "a quantile between two runs; the factor of a run is asked": _interpolated,

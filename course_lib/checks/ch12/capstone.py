@@ -14,8 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from course_lib import checkpoint, comm
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed
 from course_lib.config import preset
 from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker
@@ -34,7 +33,7 @@ from course_lib.training.text import speak
 from course_lib.weights.base import load_base, load_tokenizer
 
 CONFIG = preset("speaks")
-PROMPT, NUM_TOKENS = "Q: What does", 20
+PROMPT, NUM_TOKENS, KINDS = "Q: What does", 20, ("parameters", "gradients", "optimizer")
 LAYOUTS = ("dp=auto,tp=2,zero_stage=1", "dp=auto,zero_stage=1", "dp=auto,zero_stage=3")
 FIELDS = ("first_step", "losses", "tokens", "tokens_lost", "states_bytes", "sent_bytes", "text")
 
@@ -110,13 +109,13 @@ def _trained(job, group, halved=False, optimizer_too=True, first_rows_again=Fals
     with ByteMeter() as meter:
         losses.append(step(first_step + 1))
     losses += [step(number) for number in range(first_step + 2, plan.steps)]
-    run = Run(CONFIG, layout, plan.seq_len, FP64, device="cpu")
+    run, of_kind = Run(CONFIG, layout, plan.seq_len, FP64, device="cpu"), tracker.timeline.bytes_by_kind
     return {
         "first_step": first_step,
         "losses": [loss for number, loss in lines if number < first_step] + losses,
         "tokens": plan.steps * layout.sequences_per_step * plan.seq_len,
         "tokens_lost": (len(lines) - first_step) * layout.sequences_per_step * plan.seq_len,
-        "states_bytes": (states_bytes(run, group.rank()), _most_of_states(tracker)),
+        "states_bytes": (states_bytes(run, group.rank()), sum(max(of_kind[kind]) for kind in KINDS)),
         "sent_bytes": (sum(sent(run, group.rank(), clip=True).values()), meter.sent_bytes),
         "text": say(engine),
     }
@@ -131,11 +130,6 @@ def states_bytes(run: Run, rank: int) -> int:
     """Bytes of parameters, gradients and optimizer states that a rank holds, by the formula."""
     place = run.layout.mesh.coordinates(rank)
     return states_of(run, place["pp"], place["tp"]).total
-
-
-def _most_of_states(tracker: MemoryTracker) -> int:
-    of_kind = tracker.timeline.bytes_by_kind
-    return sum(max(of_kind[kind]) for kind in ("parameters", "gradients", "optimizer"))
 
 
 # ------------------------------------------------------------------------------------ the table
@@ -156,7 +150,10 @@ def _killed(job: CapstoneJob) -> tempfile.TemporaryDirectory:
 
 def watch(answer, job: CapstoneJob) -> dict:
     """The report, field by field, made of a copy of the killed run: an answer may write into it."""
-    [mine, *_] = comm.all_gather_json(_copy_of(job.folder) if dist.get_rank() == 0 else None, dist.group.WORLD)
+    copy = None
+    if dist.get_rank() == 0:
+        copy = shutil.copytree(job.folder, Path(tempfile.mkdtemp(prefix="capstone_")) / "run").as_posix()
+    [mine, *_] = comm.all_gather_json(copy, dist.group.WORLD)
     report = answer(replace(job, folder=mine), dist.group.WORLD)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -166,21 +163,12 @@ def watch(answer, job: CapstoneJob) -> dict:
     return {name: report[name] for name in FIELDS}
 
 
-def _copy_of(folder: str) -> str:
-    return shutil.copytree(folder, Path(tempfile.mkdtemp(prefix="capstone_")) / "run").as_posix()
-
-
 def _predicted(right, job, rank, ranks=2, recipe=FP64, clip=True):
     """Bytes predicted for so many ranks, in another precision, or without the norm of the gradients."""
     run = Run(CONFIG, layout_for(job.layout, job.batch, ranks), job.plan.seq_len, recipe, device="cpu")
     if clip:
         return {"states_bytes": (states_bytes(run, rank), right["states_bytes"][1])}
     return {"sent_bytes": (sum(sent(run, rank, clip).values()), right["sent_bytes"][1])}
-
-
-def _all_lines(right, job, rank):
-    told = losses_told(job.folder)
-    return {"losses": [loss for _, loss in told] + right["losses"][right["first_step"] :]}
 
 
 WRONG = {
@@ -192,7 +180,11 @@ WRONG = {
     "the rows begin again with those of step 0: a batch has the number of its step in the whole run": {
         "first_rows_again": True
     },
-    "steps that were lost have two losses; the one that counts is of the run that went on": {"count": _all_lines},
+    "steps that were lost have two losses; the one that counts is of the run that went on": {
+        "count": lambda right, job, rank: {
+            "losses": [loss for _, loss in losses_told(job.folder)] + right["losses"][right["first_step"] :]
+        }
+    },
     "tokens of lost steps count once: the model kept nothing of their first time": {
         "count": lambda right, job, rank: {"tokens": right["tokens"] + right["tokens_lost"]}
     },

@@ -3,8 +3,7 @@
 import json
 import math
 
-from course_lib.checks.core import fresh_seed
-from course_lib.checks.table import Exercise
+from course_lib.checks import Exercise, fresh_seed
 
 
 # ------------------------------------------------------------------------------------ 4. goodput
@@ -24,11 +23,6 @@ def goodput(lines, complete="saved", drop=True, over=None, once=False):
             steps = [(step, seconds) for step, seconds in steps if step < saved]
     kept_s = sum(dict(steps).values()) if once else sum(seconds for _, seconds in steps)
     return kept_s / (over(lines) if over else lines[-1]["at_s"] - lines[0]["at_s"])
-
-
-def _attempts_s(lines):
-    starts = [line["at_s"] for line in lines if line["event"] == "started"]
-    return sum(line["at_s"] for line in lines if line["event"] in ("failed", "ended")) - sum(starts)
 
 
 def _log(rng, every, *attempts):
@@ -67,13 +61,16 @@ def jobs(rng):
     return [(name, _log(rng, n, *of_job)) for name, of_job in attempts.items()]
 
 
+_ENDS = {"started": -1, "failed": 1, "ended": 1}
 _WRONG_GOODPUT = {
     "a save that was begun and not finished keeps nothing; only `saved` counts": [
         {"complete": "saving"},
         {"complete": "saving", "once": True},
     ],
     "steps behind the last complete checkpoint are lost when the job fails; do not count them": {"drop": False},
-    "divide by the wall time, which also has the waiting between a failure and the next start": {"over": _attempts_s},
+    "divide by the wall time, which also has the waiting between a failure and the next start": {
+        "over": lambda lines: sum(line["at_s"] * _ENDS.get(line["event"], 0) for line in lines)
+    },
     "divide by the wall time; the seconds of all steps leave out saves and restarts": {
         "over": lambda lines: sum(line.get("seconds", 0.0) for line in lines)
     },
@@ -87,10 +84,7 @@ KINDS = ("tokens", "loss", "grad_norm")
 
 
 def _first_difference(first, second, tolerance=1e-6, by_rank=False, of_two_lines=-1):
-    """(step, rank, kind) where two runs begin to differ, or None; of a step with two lines the last one counts.
-
-    by_rank   looks for a rank before a kind
-    """
+    """(step, rank, kind) where two runs begin to differ. Mistakes: exactly, a rank before a kind, the first line."""
     runs = [[_by_step(text, of_two_lines) for text in run] for run in (first, second)]
     steps = sorted(set.intersection(*(set(of_rank) for run in runs for of_rank in run)))
     for step in steps:

@@ -5,8 +5,7 @@ from statistics import mean, median
 
 import torch.distributed as dist
 
-from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, several
+from course_lib.checks import Each, Exercise, named, several
 from course_lib.comm import all_gather_json
 
 
@@ -19,9 +18,7 @@ def interval(mtbf_of_gpu_s, num_gpus, save_s, two=2, lost=0.5, saves=1):
 
 
 _WRONG_INTERVAL = {
-    "a job fails when any of its GPUs fails: divide by the number of GPUs": (
-        lambda mtbf_of_gpu_s, num_gpus, save_s: interval(mtbf_of_gpu_s, 1, save_s)
-    ),
+    "a job fails when any of its GPUs fails: divide by the number of GPUs": {"num_gpus": 1},
     "the factor 2 under the root is missing": {"two": 1},
     "a failure loses half an interval on average, not a whole one": {"lost": 1},
     "this is the share of the saves alone, or of the lost work alone; add both": {"lost": 0},
@@ -74,23 +71,16 @@ def clusters(rng):
     return [possible, (24, 12, 2, 2, 1), (16, 6, 4, 1, 1), (16, 12, 2, 2, 1), (8, 2, 4, 1, 1), (2, 8, 2, 1, 1)]
 
 
-def _watch_micro_batches(answer, sequences, ranks, tp, pp, micro_batch):
-    count = answer(sequences, ranks, tp, pp, micro_batch)
-    return {"the number": "None" if count is None else count}
-
-
 _WRONG_FEWER = {
-    "tp and pp ranks share their sequences; divide by dp alone": lambda sequences, ranks, tp, pp, micro_batch: (
-        sequences // (ranks * micro_batch)
-    ),
-    "a micro-batch has several sequences": lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // ranks,
+    "tp and pp ranks share their sequences; divide by dp alone": {"tp": 1, "pp": 1},
+    "a micro-batch has several sequences": {"micro_batch": 1},
     "None is right where the ranks or the sequences do not divide": [
         lambda sequences, ranks, tp, pp, micro_batch: sequences // (max(1, ranks // (tp * pp)) * micro_batch),
         lambda sequences, ranks, tp, pp, micro_batch: sequences * tp * pp // (ranks * micro_batch),
     ],
 }
 _SAYS_FEWER = {"the number": "is None where the ranks or the sequences do not divide"}
-check_fewer_ranks = Exercise(micro_batches_of, clusters, _WRONG_FEWER, _watch_micro_batches, _SAYS_FEWER)
+check_fewer_ranks = Exercise(micro_batches_of, clusters, _WRONG_FEWER, named("the number", none="None"), _SAYS_FEWER)
 
 
 # ------------------------------------------------------------------------------------ 6. the slow rank

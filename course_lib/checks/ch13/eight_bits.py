@@ -5,9 +5,7 @@ from functools import partial
 import torch
 
 from course_lib import comm
-from course_lib.checks.core import fresh_generator, numbers
-from course_lib.checks.table import Exercise, Stops
-from course_lib.checks.watch import Each, on_ranks, several
+from course_lib.checks import Each, Exercise, Stops, fresh_generator, numbers, on_ranks, several
 from course_lib.float_formats import FloatFormat
 from course_lib.minimal.eight_bits import E4M3, number_of, quantized, rounded
 
@@ -25,22 +23,15 @@ def _no_subnormals(code, fmt):
     return (1 + fraction) * 2.0 ** (exponent - fmt.bias)
 
 
-def _subnormal_exponent(code, fmt):
-    """Subnormals as if their power of two were 2 ** -bias."""
-    return number_of(code, fmt) / (2 if code < 2**fmt.mantissa_bits else 1)
-
-
 def _sizes(rng):
     """Exact numbers, ties, numbers in between, subnormal, and too large; in formats of 4 to 8 bits."""
-    cases = []
     for bits in ((2, 1), (3, 2), (4, 3), (5, 2)):
         fmt = FloatFormat("", *bits, "none")
         exact = [number_of(code, fmt) for code in range(2 ** sum(bits))]
         places = [0, 1, 2, *rng.sample(range(len(exact) - 1), 3)]
         for share in (0, 0.5, rng.uniform(0.1, 0.45), rng.uniform(0.55, 0.9)):
-            cases += [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
-        cases.append((3 * exact[-1], *bits))
-    return cases
+            yield from [(exact[i] + share * (exact[i + 1] - exact[i]), *bits) for i in places]
+        yield 3 * exact[-1], *bits
 
 
 check_code = Exercise(
@@ -56,7 +47,9 @@ check_code = Exercise(
         ],
         "exponent 0 has no leading 1: its numbers are subnormal": {"size_of": _no_subnormals},
         "the bias is 2 ** (exponent_bits - 1) - 1": {"size_of": lambda code, fmt: number_of(code, fmt) / 2},
-        "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": {"size_of": _subnormal_exponent},
+        "subnormal numbers have the power of two of exponent 1, 2 ** (1 - bias)": {
+            "size_of": lambda code, fmt: number_of(code, fmt) / (2 if code < 2**fmt.mantissa_bits else 1)
+        },
     },
 )
 
@@ -116,20 +109,12 @@ def reduce_scatter_8(grad_P, group, scale=None, total=None, most=None):
     return (total or (lambda parts: parts.sum(0)))(parts) * own
 
 
-def _gathers_all(grad_P, group):
-    largest = comm.all_reduce(grad_P.abs().max(), group, op="max").clamp(min=1e-30) / E4M3.largest
-    codes = (grad_P / largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    full = comm.all_gather(codes, group).view(torch.float8_e4m3fn).float().view(group.size(), group.size(), -1)
-    return full[:, group.rank()].sum(0) * largest
-
-
 def _gradients(rng):
     """Ranks whose gradients have different sizes; their sum in FP8 would saturate."""
-    cases = []
-    for size in (2, rng.choice([3, 4])):
-        generator = fresh_generator(rng)
-        cases.append((size, Each([(numbers(generator, 256 * size) * 2.0**-rank).float() for rank in range(size)])))
-    return cases
+    return [
+        (size, Each([(numbers(rng, 256 * size) * 2.0**-rank).float() for rank in range(size)]))
+        for size in (2, rng.choice([3, 4]))
+    ]
 
 
 check_reduce_scatter_8 = Exercise(
@@ -144,10 +129,8 @@ check_reduce_scatter_8 = Exercise(
         ),
         "the sum was rounded to FP8: sums are taken in FP32": {"total": lambda parts: rounded(parts.sum(0), E4M3)},
         "the sum over ranks is asked for, not the mean": {"total": lambda parts: parts.mean(0)},
-        "gradients were not rounded: they travel in one byte each": (
-            lambda grad_P, group: comm.reduce_scatter(grad_P, group)
-        ),
-        "one byte per element": Stops(_gathers_all),
+        "gradients were not rounded: they travel in one byte each": comm.reduce_scatter,
+        "one byte per element": Stops(lambda *given: (comm.all_gather(*given), reduce_scatter_8(*given))[1]),
     },
     partial(on_ranks, slack=64),
     {"bytes sent": "one byte per element, and a scale: each rank needs only its piece of each gradient"},
