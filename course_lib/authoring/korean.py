@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections.abc import Callable
 from functools import cache
+from html import unescape
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -41,6 +42,7 @@ SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"'
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "engines.py", "kernels", "web", "native")  # for developers, or names and sources
 _NAMES = re.compile(r"(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+")  # of collectives
+_SVG_TEXT = re.compile(r"<(?:text|tspan|title|desc)\b[^>]*>([^<]+)<")
 _VALUE = re.compile(r"\{([a-z_][^{}]*)?\}")
 _CODE = re.compile(
     r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|^svg\."
@@ -117,6 +119,9 @@ def messages(package: Path = ROOT / "course_lib") -> list[tuple[str, str]]:
             texts.visit(ast.parse(path.read_text(encoding="utf-8")))
             for text in texts.found:
                 found.setdefault(text, name.as_posix())
+    for path in sorted((package / "plots" / "svg").glob("*.svg")):  # single words: by hand
+        texts = (unescape(text).strip() for text in _SVG_TEXT.findall(path.read_text(encoding="utf-8")))
+        found = {text: f"plots/svg/{path.name}" for text in texts if len(_WORD.findall(text)) > 1} | found
     for claim in ledger():
         for text in filter(None, (claim.claim, claim.condition, claim.answer, claim.say)):
             if _WORD.search(words := _VALUE.sub("", text)) and (words == text or len(_WORD.findall(words)) > 1):
