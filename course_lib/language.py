@@ -35,8 +35,6 @@ def language() -> str:
     if asked := os.environ.get("COURSE_LANG"):
         return "ko" if asked.lower().startswith("ko") else "en"
     notebook = Path(os.environ.get("JPY_SESSION_NAME", ""))  # Jupyter's servers name the notebook so
-    if notebook.suffix != ".ipynb" or not notebook.is_file():
-        return "en"
     try:
         return json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("course_language", "en")
     except (ValueError, LookupError, TypeError, AttributeError, OSError):
@@ -46,14 +44,13 @@ def language() -> str:
 @contextmanager
 def spoken(wanted: str) -> Iterator[None]:
     """Within the `with` the package speaks that language, whatever is asked for outside."""
-    before = os.environ.get("COURSE_LANG")
+    before = os.environ.get("COURSE_LANG", "")  # an empty one asks for nothing
     os.environ["COURSE_LANG"] = wanted
     language.cache_clear()
     try:
         yield
     finally:
-        os.environ.pop("COURSE_LANG")
-        os.environ |= {} if before is None else {"COURSE_LANG": before}
+        os.environ["COURSE_LANG"] = before
         language.cache_clear()
 
 
@@ -71,27 +68,19 @@ def told_svg(svg: str) -> str:
 
 def _in_korean(text: str) -> str:
     """The text whole if the catalogue has it so; else its lines, sentences, clauses: of each the longest run it has."""
-    if not re.search("[A-Za-z]{2}", text):
-        return text
     for part in (text.strip(), _BARE.fullmatch(text)[1]):
         if (whole := _looked_up(part)) is not None:
             return text.replace(part, whole)
     if (named := _NAMED.fullmatch(text)) is not None:
         return "".join(map(_in_korean, named.groups()))
-    for end in _ENDS:
-        if len(starts := [0, *(match.end() for match in end.finditer(text.rstrip()))]) > 1:
-            return _by_parts(text, [*starts, len(text)])
-    return text
-
-
-def _by_parts(text: str, bounds: list[int]) -> str:
-    told_parts, first, end = [], 0, len(bounds) - 1
-    while first < end:
-        runs = (last for last in range(min(end, first + 8), first + 1, -1) if last - first < end)
-        last = next((last for last in runs if _looked_up(text[bounds[first] : bounds[last]].strip())), first + 1)
-        told_parts.append(_in_korean(text[bounds[first] : bounds[last]]))
-        first = last
-    return "".join(told_parts)
+    bounds = next(filter(None, ([match.end() for match in end.finditer(text.rstrip())] for end in _ENDS)), [])
+    told_parts, start, bounds = [], 0, [*bounds, len(text)] if bounds else []
+    while bounds:
+        runs = [end for end in bounds[7:0:-1] if end - start < len(text)]
+        end = next((end for end in runs if _looked_up(text[start:end].strip())), bounds[0])
+        told_parts.append(_in_korean(text[start:end]))
+        start, bounds = end, bounds[bounds.index(end) + 1 :]
+    return "".join(told_parts) or text
 
 
 @cache
@@ -101,23 +90,23 @@ def _looked_up(text: str) -> str | None:
         return exact[text]
     for longest, pattern, korean in patterns:
         if longest in text and (found := pattern.fullmatch(text)):
-            values = {name[1:]: value for name, value in found.groupdict().items()}
+            values = found.groupdict()
             for name, value in values.items():  # of "batch is 0" the name stays
                 values[name] = value if value.isidentifier() and text.startswith(f"{value} is ") else _in_korean(value)
-            if not any(said == found[f"_{name}"] and _ENGLISH.fullmatch(said) for name, said in values.items()):
+            if not any(_ENGLISH.fullmatch(value) for value in values.values()):
                 return _FIELD.sub(partial(_with_particle, values), korean)
     return None
 
 
 def _with_particle(values: dict[str, str], field: re.Match) -> str:
     """A value; with {0}[이/가] 이 after a final consonant, 가 after a vowel, and of [으로/로] 로 after ㄹ too."""
-    value = values[field[1]].rstrip(" )\"'`")
+    value = values[f"_{field[1]}"].rstrip(" )\"'`")
     if "가" <= value[-1:] <= "힣":
         final = (ord(value[-1]) - ord("가")) % 28
         closed, is_l = final > 0, final == 8
     else:
         closed, is_l = _CLOSED.search(value), re.search(r"[178lL]$|le$", value)
-    return values[field[1]] + ((field[2] if closed and not (is_l and field[3] == "로") else field[3]) or "")
+    return values[f"_{field[1]}"] + ((field[2] if closed and not (is_l and field[3] == "로") else field[3]) or "")
 
 
 @cache
@@ -126,34 +115,33 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     import polib  # what speaks English never needs it
 
     if CATALOGUE.exists():
-        text = CATALOGUE.read_text(encoding="utf-8")
+        content = CATALOGUE.read_bytes()
     else:  # the wheel for Colab has it packed
         import bz2
 
-        text = bz2.decompress(CATALOGUE.with_suffix(".po.bz2").read_bytes()).decode()
-    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(text) if entry.translated()]
-    for english, korean in tuple(entries):  # the lines of a text can be told one by one
+        content = bz2.decompress(CATALOGUE.with_suffix(".po.bz2").read_bytes())
+    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(content.decode()) if entry.translated()]
+    for english, korean in tuple(entries):  # the lines of a text can be told one by one; one word is half of a name
         if english.count("\n") == korean.count("\n") > 0:
-            lines = zip(english.split("\n"), korean.split("\n"), strict=True)
-            entries += [line for line in lines if " " in line[0]]  # one word is half of a name
-    entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
-    entries = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
-    patterns = [_pattern(*entry) for entry in entries if _FIELD.search(entry[0])]
-    exact = {english: korean for english, korean in entries if not _FIELD.search(english)}
-    return exact, [entry[1:] for entry in sorted(patterns, key=lambda entry: -entry[0])]
+            entries += [line for line in zip(english.split("\n"), korean.split("\n"), strict=True) if " " in line[0]]
+    entries.sort(key=lambda entry: -len(_FIELD.sub("", entry[0])))
+    exact = {english: korean for english, korean in reversed(entries) if not _FIELD.search(english)}
+    with_words = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
+    return exact, [_pattern(*entry) for entry in with_words if entry[0] not in exact]
 
 
-def _pattern(english: str, korean: str) -> tuple[int, str, re.Pattern, str]:
-    """How many letters are fixed, the longest fixed part, the pattern of a text with values, its Korean."""
-    fixed, length = re.split(r"\{\d+\}", english), len(re.sub(r"\{\d+\}", "", english))
-    pattern = re.escape(fixed[0])
-    for number, name in enumerate(re.findall(r"\{(\d+)\}", english), 1):
-        value = r"[\s\S]*?" if fixed[number - 1].endswith("\n") else _LONG_VALUE if length > LONG else _VALUE
-        if not fixed[number] and number < len(fixed) - 1:  # beside another: it is there, and ends where a word does
+def _pattern(english: str, korean: str) -> tuple[str, re.Pattern, str]:
+    """The longest fixed part, the pattern of a text with values, its Korean."""
+    first, *rest = re.split(r"\{(\d+)\}", english)
+    names, fixed = rest[::2], [first, *rest[1::2]]
+    pattern, is_long = re.escape(first), sum(map(len, fixed)) > LONG
+    for name, before, after in zip(names, fixed, fixed[1:], strict=False):
+        value = r"[\s\S]*?" if before.endswith("\n") else _LONG_VALUE if is_long else _VALUE
+        if not after and name != names[-1]:  # beside another: it is there, and ends where a word does
             pattern += f"(?P<_{name}>{value[:-2]}+?)" + r"(?!(?<=\w)\w)"
         else:
-            pattern += f"(?P<_{name}>{value})" + re.escape(fixed[number])
-    return length, max(fixed, key=len), re.compile(pattern), korean
+            pattern += f"(?P<_{name}>{value})" + re.escape(after)
+    return max(fixed, key=len), re.compile(pattern), korean
 
 
 def speak() -> None:
@@ -165,14 +153,11 @@ def speak() -> None:
 
 def speak_errors() -> None:
     """Let errors of a notebook's cells end in the language that is asked for, below their English traceback."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    if shell is None or language() == "en":
-        return
 
     def handler(shell, kind, error, traceback, tb_offset: int | None = None) -> None:
-        if error.args and isinstance(error.args[0], str):
-            error.args = (told(error.args[0]), *error.args[1:])
+        error.args = tuple(told(arg) if isinstance(arg, str) else arg for arg in error.args)
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
 
-    shell.set_custom_exc((Exception,), handler)
+    ipython = sys.modules.get("IPython")
+    if ipython and (shell := ipython.get_ipython()) and language() != "en":
+        shell.set_custom_exc((Exception,), handler)

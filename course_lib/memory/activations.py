@@ -176,7 +176,8 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
     for name, (shape, copies) in block_shapes(part.local, part.local.has_experts(layer)).items():
         half, matrix = not name.startswith("attention"), name.rpartition(".")[2]
         if len(shape) == 2 and matrix != "router":
-            (out, width), rows, copies = shape, part.rows, 1
+            (out, width), copies = shape, 1
+            rows = part.own_rows if matrix in ("q_down", "kv_down") else part.rows
             if name.startswith("moe.experts"):
                 rows, copies = part.came, part.local.moe.num_experts // part.run.layout.ep
                 out, width = (out, part.d_expert) if matrix == "down" else (part.d_expert, width)

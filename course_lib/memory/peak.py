@@ -86,21 +86,21 @@ class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
     held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
-    at       by unit and tensor, while its gradient comes: those of a first backward; whole ones on their way, with
-             ZeRO-2 and 3, and a tied head's, which waits for the embedding's
+    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
+             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
     copied   whether autograd's own gradients are copied: to buffers
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
     """
 
     held: int
     product: int
-    at: dict[tuple[str, str], tuple[int, int]]
+    at: dict[tuple[str, str], tuple[int, int, int]]
     copied: bool
     whole: dict[str, int]
 
-    def after(self, unit: str, tensor: str) -> tuple[int, int]:
+    def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
         """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
-        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0))
+        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
 
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
@@ -182,8 +182,8 @@ def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterat
         yield "last product", Held(is_first * gradients.held, temporary=gradients.product)
         return
     for one in stage.forward if now.op == "F" else stage.moments:
-        there, leaving = gradients.after(one.unit, one.after)
-        made = there * (is_first and now.op == "B")  # a backward's first part makes hardly any
+        there, early, leaving = gradients.after(one.unit, one.after)
+        made = is_first * (early if now.op == "I" else there)
         work = one.work + leaving + one.copied * (gradients.copied or not is_first)
         gathered = gradients.whole.get(one.unit, 0)
         yield one.name, Held(made, one.activations, one.logits, work, gathered)
@@ -238,14 +238,16 @@ def _layer_moments(part: Part, layer: int) -> list[Moment]:
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
-    in_core = left + again - first["dropout masks"]
+    in_core, free = left + again - first["dropout masks"], 0
     if part.is_away:  # what comes back for one operator: a product's factors
         in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
+    elif run.attention == "standard":  # values are free once they were multiplied by scores
+        free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
         *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
-        Moment("attention", "", "attention.o", in_core, stream + _core_work(part)),
+        Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
     ]
 
 
@@ -341,7 +343,7 @@ def gradients_of(
     """
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     time = {one.name: index for index, one in enumerate(reversed(tensors))}
-    there, leaving = ([0] * (len(time) + 2) for _ in range(2))
+    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
     shared = [flat for flat in flats if zero or flat.ranks > 1]
     groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
     has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
@@ -360,12 +362,14 @@ def gradients_of(
                 leaving[when] += change
             size, begun = kept, following[end] + 1
         there[begun] += size
-    there, leaving = [*accumulate(there)], [*accumulate(leaving)]
+        first = [time[one.name] for one in group if "norm" in one.name or one.name in ("embed", "positions")]
+        early[min(first, default=-1)] += size  # a split backward's first part makes gradients that are of no product
+    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
     tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
-    at, before, whole = {}, (0, 0), Counter()
-    for one, made, on_the_way in zip(reversed(tensors), there, leaving, strict=False):
+    at, before, whole = {}, (0, 0, 0), Counter()
+    for one, *made, on_the_way in zip(reversed(tensors), there, early, leaving, strict=False):
         at.setdefault((one.unit, ""), before)
-        before = made, on_the_way + tied * (one.name != "embed")
+        before = *made, on_the_way + tied * (one.name != "embed")
         at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
     product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
     for flat in flats if zero == 3 else ():
