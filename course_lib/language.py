@@ -125,6 +125,7 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     for english, korean in tuple(entries):  # the lines of a text can be told one by one; one word is half of a name
         if english.count("\n") == korean.count("\n") > 0:
             entries += [line for line in zip(english.split("\n"), korean.split("\n"), strict=True) if " " in line[0]]
+    entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
     entries.sort(key=lambda entry: -len(_FIELD.sub("", entry[0])))
     exact = {english: korean for english, korean in reversed(entries) if not _FIELD.search(english)}
     with_words = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
