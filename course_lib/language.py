@@ -74,13 +74,14 @@ def _in_korean(text: str) -> str:
     if (named := _NAMED.fullmatch(text)) is not None:
         return "".join(map(_in_korean, named.groups()))
     bounds = next(filter(None, ([match.end() for match in end.finditer(text.rstrip())] for end in _ENDS)), [])
-    told_parts, start, bounds = [], 0, [*bounds, len(text)] if bounds else []
+    bounds = [*bounds, len(text)] if bounds else []
+    said, start = "", 0
     while bounds:
         runs = [end for end in bounds[7:0:-1] if end - start < len(text)]
         end = next((end for end in runs if _looked_up(text[start:end].strip())), bounds[0])
-        told_parts.append(_in_korean(text[start:end]))
+        said += _in_korean(text[start:end])
         start, bounds = end, bounds[bounds.index(end) + 1 :]
-    return "".join(told_parts) or text
+    return said or text
 
 
 @cache
@@ -124,6 +125,7 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     for english, korean in tuple(entries):  # the lines of a text can be told one by one; one word is half of a name
         if english.count("\n") == korean.count("\n") > 0:
             entries += [line for line in zip(english.split("\n"), korean.split("\n"), strict=True) if " " in line[0]]
+    entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
     entries.sort(key=lambda entry: -len(_FIELD.sub("", entry[0])))
     exact = {english: korean for english, korean in reversed(entries) if not _FIELD.search(english)}
     with_words = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]

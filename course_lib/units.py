@@ -1,7 +1,10 @@
-"""Numbers as a reader wants them: three digits, bytes and seconds with a unit that fits; tokens as 4M."""
+"""Numbers as a reader wants them: three digits, bytes and seconds with a unit that fits; tokens as 4M; in columns."""
 
 import re
+from collections.abc import Sequence
+from unicodedata import east_asian_width
 
+from course_lib.language import told
 from course_lib.validate import Amount
 
 
@@ -56,3 +59,22 @@ def read_tokens(text: str) -> int:
     elif tokens != int(tokens):
         raise ValueError(f"{text!r} is no number of tokens; give one such as 4194304 or 4M (M is 2^20, K is 2^10)")
     return int(tokens)
+
+
+def aligned(rows: Sequence[Sequence[object]], least: Sequence[int]) -> list[str]:
+    """Lines of a table in the reader's language; a letter of Hangul is two columns wide.
+
+    least   the least width of each column: right-aligned, or left-aligned if it is negative
+    """
+    said = [[told(str(cell)) for cell in row] for row in rows]
+    widths = [max(abs(width), *map(_width, column)) for width, *column in zip(least, *said, strict=True)]
+    lines = []
+    for row in said:
+        spaces = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
+        cells = zip(row, spaces, least, strict=True)
+        lines.append("  ".join(cell + space if left < 0 else space + cell for cell, space, left in cells).rstrip())
+    return lines
+
+
+def _width(text: str) -> int:
+    return sum(1 + (east_asian_width(letter) == "W") for letter in text)

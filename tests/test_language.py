@@ -5,7 +5,7 @@ import json
 import polib
 import pytest
 
-from course_lib import language
+from course_lib import language, units
 from course_lib.language import told, told_svg
 
 ENTRIES = {
@@ -91,3 +91,8 @@ def test_a_korean_notebook_asks_for_korean(tmp_path, monkeypatch, notebook, want
     _forget()
     assert language.language() == wanted
     _forget()
+
+
+def test_columns_of_korean_are_as_wide_as_they_are_seen(monkeypatch):
+    monkeypatch.setattr(units, "told", {"GB": "용량", "fits": "들어감"}.get)
+    assert units.aligned([("GB", "fits"), ("GB", "GB")], (5, -1)) == [" 용량  들어감", " 용량  용량"]

@@ -11,6 +11,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
+from html import unescape
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -38,10 +39,11 @@ _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # an
 SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"']+)[\"']\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "kernels", "web", "native")  # for developers, or names and sources
-_NAMES = re.compile(r"(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+")  # of collectives
-_CODE = re.compile(
+_SVG_TEXT = re.compile(r"<(?:text|tspan|title|desc)\b[^>]*>([^<]+)<")
+_CODE = re.compile(  # markup, patterns, programs, names of collectives
     r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|^svg\."
-)  # markup, patterns, programs
+    r"|^(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+$"
+)
 
 
 def catalogue_path(path: Path, root: Path = ROOT) -> Path:
@@ -109,6 +111,10 @@ def updated_messages() -> polib.POFile:
         if name.parts[0] not in SILENT:
             for text in _texts(ast.parse(path.read_text(encoding="utf-8"))):
                 found.setdefault(text, name.as_posix())
+    for path in sorted((ROOT / "course_lib" / "plots" / "svg").glob("*.svg")):
+        for text in map(unescape, _SVG_TEXT.findall(path.read_text(encoding="utf-8"))):
+            if len(_WORD.findall(text)) > 1:
+                found.setdefault(text.strip(), f"plots/svg/{path.name}")
     said = []
     for claim in ledger():
         said += [("claims/ledger.toml", text) for text in (claim.claim, claim.condition, claim.answer, claim.say)]
@@ -138,8 +144,7 @@ def _texts(node: ast.AST, is_label: bool = False) -> Iterator[str]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         text = _numbered(node.value)
     words = len(_WORD.findall(text))
-    is_said = (words > 1 and " " in text.strip()) or (words and is_label)
-    if is_said and not _CODE.search(text) and not _NAMES.fullmatch(text):
+    if ((words > 1 and " " in text.strip()) or (words and is_label)) and not _CODE.search(text):
         yield _numbered(text.strip())
     for child in ast.iter_child_nodes(node):
         if not (isinstance(node, ast.Expr | ast.JoinedStr) and isinstance(child, ast.Constant)):  # docstrings, parts

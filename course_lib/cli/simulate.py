@@ -3,7 +3,6 @@
 course simulate --model llama-3-405b --gpu h100-80g --layout dp=128,tp=8,pp=16,recompute=full --seq 8192
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps as as_json
 
@@ -13,6 +12,7 @@ from course_lib.cli.asked import Device, Techniques, Tokens, model_asked
 from course_lib.hardware import GB, GPU
 from course_lib.layout import Layout
 from course_lib.run import Run
+from course_lib.units import aligned
 from course_lib.validate import number, whole
 
 
@@ -107,14 +107,14 @@ def lines(found: dict) -> list[str]:
     memory = [[name_of(rank), rank["layers"], *(gb(rank["peak_by_kind"][kind]) for kind in kinds)] for rank in ranks]
     for row, rank in zip(memory, ranks, strict=True):
         row += [gb(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
-    text += aligned(["stage", "layers", *kinds, "peak", "fits"], memory)
+    text += aligned([["stage", "layers", *kinds, "peak", "fits"], *memory], [0] * (4 + len(kinds)))
 
     axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
     text += ["", "GB sent by one rank in a step, by axis; its TFLOPs"]
     sent = [[name_of(rank), *(f"{rank['sent_by_axis'].get(axis, 0) / 1e9:.2f}" for axis in axes)] for rank in ranks]
     for row, rank in zip(sent, ranks, strict=True):
         row.append(f"{rank['flops'] / 1e12:,.1f}")
-    text += aligned(["stage", *axes, "TFLOPs"], sent)
+    text += aligned([["stage", *axes, "TFLOPs"], *sent], [0] * (2 + len(axes)))
 
     return text + ["", what_fits(found), *notes(found)]
 
@@ -155,10 +155,3 @@ def name_of(rank: dict) -> str:
 
 def gb(nbytes: int) -> str:
     return f"{nbytes / GB:.2f}"
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Columns, right-aligned."""
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(len(str(cell)) for cell in column) for column in columns]
-    return ["  ".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]

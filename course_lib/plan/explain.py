@@ -6,6 +6,7 @@ from course_lib.estimate import Estimate
 from course_lib.hardware import GB
 from course_lib.memory.states import count_parameters, recipe_of, state_bytes
 from course_lib.plan.search import Plan
+from course_lib.units import aligned
 from course_lib.validate import checked
 
 _STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
@@ -98,15 +99,13 @@ def changes(best: Estimate, layout) -> str:
 @checked
 def options_table(options: Sequence[Estimate], chosen: Estimate | None = None) -> list[str]:
     """A line for each layout, the chosen one marked: memory, room, MFU, tokens/s, what it waits for most."""
-    lines = ["        GB  room       MFU  tokens/s/GPU  waits most for          layout"]
+    rows = [("GB", "room", "MFU", "tokens/s/GPU", "waits most for", "layout")]
     for option in options if chosen is None or chosen in options else [*options, chosen]:
         waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in _WORK}
         part = max(waits, key=waits.get)
         share = waits[part] / option.step_s
         waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"
         each = option.tokens_per_s / option.layout.world_size
-        lines.append(
-            f"{'->' if option is chosen else '  '}{option.memory_bytes / GB:>8.1f}  {option.room:7} "
-            f"{option.mfu:>6.1%} {each:>13,.0f}  {waits_for:<22}  {option.layout}"
-        )
-    return lines
+        gb = f"{'->' if option is chosen else '  '}{option.memory_bytes / GB:>8.1f}"
+        rows.append((gb, option.room, f"{option.mfu:.1%}", f"{each:,.0f}", waits_for, option.layout))
+    return aligned(rows, (10, -7, 5, 12, -22, -1))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import FontManager, fontManager
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter
@@ -131,7 +131,10 @@ def in_notebook() -> bool:
 def korean_font() -> str | None:
     """The name of a font with Korean letters that matplotlib finds, or None after a sentence that says what to do."""
     there = {font.name for font in fontManager.ttflist}
-    if not there & set(KOREAN_FONTS) and (package := find_spec("koreanize_matplotlib")):
+    if there.isdisjoint(KOREAN_FONTS):  # matplotlib knows the fonts of its first start: look again
+        fontManager.ttflist = FontManager().ttflist
+        there = {font.name for font in fontManager.ttflist}
+    if there.isdisjoint(KOREAN_FONTS) and (package := find_spec("koreanize_matplotlib")):
         for file in ("NanumGothic.ttf", "NanumGothicBold.ttf"):
             fontManager.addfont(Path(package.origin).parent / "fonts" / file)
         return "NanumGothic"
