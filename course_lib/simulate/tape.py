@@ -125,8 +125,9 @@ class Tape:
     def record(self, compute: Callable, executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
         """Runs the instruction, and puts what it did on tape. What came for it is a real tensor in a replay too."""
         others = self.others.setdefault((one.stage, one.micro_batch), [])  # W may free what came for I
-        kept = executor.kept.get((one.stage, one.micro_batch))
-        others += [self.tracker.block_of(x) for x in (came, None if kept is None else kept.x)]
+        kept_x = getattr(executor.kept.get((one.stage, one.micro_batch)), "x", None)
+        others += [self.tracker.block_of(x) for x in (came, kept_x)]
+        del kept_x  # the instruction may free it
         if one.op == "F":
             self.held.pop(one.stage, None)
         events, records, flops = len(self.tracker.events), len(self.meter.records), self.flop_meter.flops
