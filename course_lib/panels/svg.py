@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from course_lib.language import told
 from course_lib.palette import AXIS_COLORS, KIND_COLORS, OKABE_ITO, mix, text_on
 from course_lib.units import TIME_UNITS, UNITS, show_bytes, show_seconds, three_digits, time_unit_for, unit_for
 from course_lib.validate import read_toml
@@ -249,7 +250,7 @@ def ticks_of(start: float, stop: float, most: int) -> list[float]:
 
 
 def _width(words: str, size: float = 12) -> float:
-    return 0.6 * size * len(words)
+    return 0.6 * size * sum(1.6 if "가" <= letter <= "힣" else 1 for letter in told(words))
 
 
 def _look(name: str) -> str:
