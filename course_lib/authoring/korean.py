@@ -41,7 +41,7 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "kernels", "web", "native")  # for developers, or names and sources
 _SVG_TEXT = re.compile(r"<(?:text|tspan|title|desc)\b[^>]*>([^<]+)<")
 _CODE = re.compile(  # markup, patterns, programs, names of collectives
-    r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|=\"|^svg\."
+    r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|^ ?[\w-]+=\"|^svg\."
     r"|^(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+$"
 )
 
