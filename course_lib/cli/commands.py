@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 
-from docstring_parser import parse  # tyro's
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 from tyro.extras import SubcommandApp
 
@@ -30,7 +29,7 @@ from course_lib.cli.plan import plan_layout
 from course_lib.cli.predict import calibrate_cluster, predict_runs
 from course_lib.cli.simulate import simulate_layout
 from course_lib.cli.watch import watch
-from course_lib.language import speak, told
+from course_lib.language import language, speak, told
 from course_lib.train.options import Options
 
 _DESCRIPTION = """How large language models are trained on many GPUs.
@@ -97,7 +96,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what cannot be is one line that says what to do, and exit code 2."""
-    speak_help()
+    if language() != "en":
+        speak_help()
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"course {importlib.metadata.version('course-lib')}")
@@ -126,6 +126,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def help_texts() -> list[str]:
     """Return all that the helps of the commands say: the Korean catalogue has an entry for each."""
+    from docstring_parser import parse  # tyro's; who only runs commands never needs it
+
     texts = speak_help()
     for words in ([], *([name] for name in COMMANDS), ["cluster", "init"], ["cluster", "check"]):
         with redirect_stdout(io.StringIO()), suppress(SystemExit):

@@ -3,8 +3,6 @@
 import re
 from functools import cache
 
-from tyro import _fmtlib, _strings
-
 from course_lib.language import told
 
 _HANGUL = re.compile("[가-힣]")
@@ -15,6 +13,8 @@ _WORDS = ("usage:", "options", "subcommands", "(required)", "(repeatable)")  # s
 @cache
 def speak_help() -> list[str]:
     """Let tyro's helps and errors speak; return the list to which it adds each docstring and comment."""
+    from tyro import _fmtlib, _strings  # private ones: English helps do not depend on them
+
     texts, joined, init, render = [], _strings.remove_single_line_breaks, _fmtlib._Text.__init__, _fmtlib._Text.render
 
     def joined_and_told(text: str) -> str:
