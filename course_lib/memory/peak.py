@@ -296,8 +296,9 @@ def _core_work(part: Part) -> int:
         return queries + pairs + out
     if layout.cp_method == "ulysses":
         return 2 * (queries + pairs + out)
-    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent; and the next two
-    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 5 * wider + 3
+    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent
+    ring = (3 + 2 * (layout.cp > 2)) * wider + 3  # with more than two ranks the next two as well
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else ring
     return out + queries * wider + pairs * blocks
 
 
