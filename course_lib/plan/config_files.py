@@ -106,6 +106,8 @@ def _is_preset(config: ModelConfig) -> bool:
     return config in (PRESETS | MOE_PRESETS).values()
 
 
+# ---- templates
+
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _PLACE = re.compile(r"\{\{(if )?(.+?)\}\}")
 
