@@ -22,7 +22,7 @@ _FIELD = re.compile(r"\{(\d+)\}(?:\[([가-힣]*)/([가-힣]*)\])?")
 _ENDS = [re.compile(end) for end in (r"(?<=\n)", r"(?<=  )(?=\S)", r"(?<=[.!?]) +", r"(?<=[:;]) +", r"(?<=,) +")]
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
 _LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
-_VALUE = r"(?:(?!  |[.!?:;] |:\Z)[^\n])*?"  # within a sentence; below a line's end of several lines
+_VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
 SVG_TEXT = re.compile(r"(<(?:text|tspan|title|desc)\b[^>]*>)([^<]+)")
