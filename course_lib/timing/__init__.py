@@ -10,10 +10,10 @@ tensor.py        a layer of tensor and sequence parallelism: which sums hide
 context.py       a layer's attention over context-parallel ranks: which ring steps hide
 kernel.py        one kernel: bytes that it asks for, roofline, multiprocessors
 timelines.py     what a rank computes and what travels beside it, span by span
-failures.py      how often to save when GPUs fail: lost work against the time of saving
 """
 
 from course_lib.flops import flops_per_token, layer_matmul_parameters, step_flops
+from course_lib.span import exposed_s, waiting_s
 from course_lib.timing.collectives import bus_bandwidth, bus_factor, calls_s, collective_costs, collective_s, fastest
 from course_lib.timing.context import tokens_that_hide_a_hop
 from course_lib.timing.data import accumulation_steps, crossing_s, dp_step_s, dp_throughput, tokens_that_hide_a_gather
