@@ -22,10 +22,8 @@ from course_lib.timing.step import stage_costs, step_time
 from course_lib.timing.timelines import (
     copy_spans,
     dp_spans,
-    exposed_s,
     ring_spans,
     tensor_parallel_layer_spans,
-    waiting_s,
     zero3_backward_spans,
     zero3_spans,
 )
