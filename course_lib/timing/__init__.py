@@ -2,10 +2,9 @@
 
 step.py          step_time, the clock: everything; stage_costs: one micro-batch on each stage, for the simulator
 layer.py         one layer of one micro-batch: products, attention, small operations, launches, what is sent
-exchange.py      gradients and parameters of ZeRO, the update
 rates.py         the clock's constants; the share of its peak that a GPU reaches; MFU, HFU, roofline
 collectives.py   a collective as NCCL would do it: algorithm, protocol, link
-data.py          data parallelism: buckets, tokens that hide a gather, offload
+data.py          data parallelism and ZeRO: gradients, parameters, the update, offload; buckets
 tensor.py        a layer of tensor and sequence parallelism: which sums hide
 context.py       a layer's attention over context-parallel ranks: which ring steps hide
 kernel.py        one kernel: bytes that it asks for, roofline, multiprocessors

@@ -34,7 +34,7 @@ from course_lib.run import Run
 from course_lib.schedules import make, stages_per_rank
 from course_lib.schedules.simulator import Costs, clock
 from course_lib.timing.collectives import ranks_in_a_node
-from course_lib.timing.exchange import exposed_data_s, update_s
+from course_lib.timing.data import exposed_data_s, update_s
 from course_lib.timing.layer import Case, Times, ends_times, layer_times, stages_of
 from course_lib.timing.rates import RATES, Rates
 from course_lib.timing.rates import mfu as mfu_of
@@ -63,8 +63,8 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by what they are spent on; all but compute is exposed: nothing hides it."""
-        return {field.name[:-2]: getattr(self, field.name) for field in fields(self)[:_NUM_PARTS]}
+        """Seconds by what they are spent on, the first ten fields; all but compute is exposed: nothing hides it."""
+        return {field.name[:-2]: getattr(self, field.name) for field in fields(self)[:10]}
 
     @property
     def total_s(self) -> float:
@@ -93,9 +93,6 @@ class StepTime:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.num_tokens / self.total_s / self.num_gpus
-
-
-_NUM_PARTS = 10
 
 
 @checked

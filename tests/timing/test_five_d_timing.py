@@ -161,7 +161,7 @@ def test_dualpipe_trains_deepseek_v3_as_fast_as_its_report_says_where_the_engine
 
 
 def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
-    from course_lib.timing.exchange import numel_of_rank
+    from course_lib.timing.data import numel_of_rank
 
     config, cut = preset("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
     folded = replace(cut, expert_tp=1)
