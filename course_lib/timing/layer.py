@@ -14,7 +14,7 @@ from course_lib.flops import (
     mlp_parameters,
     repeated_share,
 )
-from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.hardware import MOST_NODES, PUBLISHED_BUS_BANDWIDTH, Cluster, measured_bus_bandwidth, peak_flops
 from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
@@ -52,9 +52,7 @@ class Case:
     def _of_a_layer(self) -> tuple:
         """What a layer depends on: a few choices of the layout, and all that is no layout."""
         run, layout = self.run, self.run.layout
-        far_apart = (
-            layout.ep > 1 and layout.order != AXES
-        )  # else neighbours share experts, whatever dp is
+        far_apart = layout.ep > 1 and layout.order != AXES  # else neighbours share experts, whatever dp is
         of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if far_apart else 1)
         of_run = (run.config, run.seq_len, run.recipe, run.attention, run.lora, run.fp8, run.operators)
         of_pipeline = (layout.schedule in self.engine.hides_ep, layout.pp > 1 and self.slowness > 0, self.nodes)
@@ -110,13 +108,10 @@ class Times(NamedTuple):
         return Times(*(one_s + times * other_s for one_s, other_s in zip(self, other, strict=True)))
 
 
-def stages_of(run: Run, engine: EngineFacts) -> list[int]:
+def stages_of(run: Run, engine: EngineFacts) -> Sequence[int]:
     """How many layers each stage has, as the engine cuts a model unless the layout says it."""
-    if run.layout.layers_of_stage is not None:
-        return list(run.layout.layers_of_stage)
-    if engine.cut == "cost" and run.config.moe is None:
-        return layers_by_cost(run.config, run.layout.num_stages)
-    return layers_of(run.config, run.layout)
+    by_cost = engine.cut == "cost" and run.config.moe is None and run.layout.layers_of_stage is None
+    return layers_by_cost(run.config, run.layout.num_stages) if by_cost else layers_of(run.config, run.layout)
 
 
 @lru_cache(maxsize=8192)
@@ -288,16 +283,13 @@ def _forward_and_backward(listed: Sequence[Call]) -> tuple[list[Call], list[Call
     return tuple([call for call in listed if (call.place in _IN_BACKWARD) == backward] for backward in (False, True))
 
 
-_MEASURED = ("all_reduce", "reduce_scatter", "all_gather")
-
-
 def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int) -> float:
     """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it.
 
     A group with few ranks in a node gets no more than their ports let through.
     """
     nodes = ranks // per_node
-    if nodes == 1 or not cluster.between.by_nodes or name not in _MEASURED:
+    if nodes == 1 or not cluster.between.by_nodes or name not in PUBLISHED_BUS_BANDWIDTH:
         return collective_s(name, size, ranks, cluster, per_node)
     ports = per_node * cluster.between.achieved_bytes_per_s
     rate = min(cluster.between.achieved_share * measured_bus_bandwidth(nodes, name), ports)
