@@ -230,7 +230,7 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.
 
