@@ -35,7 +35,7 @@ LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
 
 _OF_A_LAYER = (
     "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
-    "expert_method", "order", "folded",
+    "expert_method", "folded",
 )  # fmt: skip
 
 
@@ -52,8 +52,8 @@ class Case:
     def _of_a_layer(self) -> tuple:
         """What a layer depends on: a few choices of the layout, and all that is no layout."""
         run, layout = self.run, self.run.layout
-        far_apart = layout.ep > 1 and layout.order != AXES  # else neighbours share experts, whatever dp is
-        of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if far_apart else 1)
+        mesh = None if layout.order == AXES else layout.mesh  # in the usual order tp, cp and ep have neighbours
+        of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), mesh)
         of_run = (run.config, run.seq_len, run.recipe, run.attention, run.lora, run.fp8, run.operators)
         of_pipeline = (layout.schedule in self.engine.hides_ep, layout.pp > 1 and self.slowness > 0, self.nodes)
         return (*of_layout, *of_run, *of_pipeline, self.cluster, self.engine, self.rates)
