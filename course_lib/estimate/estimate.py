@@ -151,32 +151,6 @@ class Estimate(Checked):
         """Seconds of a step between which nine in ten such runs lay."""
         return tuple(self.step_s / factor for factor in reversed(self.spread.speed))
 
-    def table(self) -> str:
-        """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
-        slow, fast = self.speed_range
-        few, most = (size / self.gb for size in self.memory_range)
-        lines = [
-            f"step {self.step_s:.3g} s, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
-            f"{slow:,.0f} to {fast:,.0f}",
-            "where the time goes (modelled):",
-            *_bars(self.seconds_by_part, "s"),
-            f"peak {self.memory_bytes / self.gb:.1f} {self.unit}; nine in ten such runs: {few:.1f} to {most:.1f}",
-            "what the memory is (modelled):",
-            *_bars({kind: size / self.gb for kind, size in self.bytes_by_kind.items()}, self.unit),
-        ]
-        shares = (self.mfu, self.causal_mfu, self.hfu)
-        names = ("MFU", "MFU of causal pairs", "HFU with recomputation")
-        lines.append(", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True)))
-        return "\n".join(lines + ([self.note] if self.note else []))
-
-
-def _bars(amounts: dict[str, float], unit: str) -> list[str]:
-    total = sum(amounts.values())
-    ranked = sorted(((size, name) for name, size in amounts.items() if size > 0.005 * total), reverse=True)
-    return [
-        f"  {name:16s}{size:9.2f} {unit} {size / total:5.0%}  {'#' * round(40 * size / total)}" for size, name in ranked
-    ]
-
 
 @checked
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from statistics import median
 import pytest
 
 from course_lib.cli import main
+from course_lib.cli.predict import breakdown_of
 from course_lib.config import preset
 from course_lib.engines import ENGINES
 from course_lib.estimate import Calibration, calibrate, estimate, nearest
@@ -99,7 +100,7 @@ def test_hfu_counts_what_recomputation_repeats_and_mfu_does_not():
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_table_of_parts_adds_up(name):
-    lines = estimate(a_run(zero_stage=1), CLUSTER, name).table().splitlines()
+    lines = breakdown_of(estimate(a_run(zero_stage=1), CLUSTER, name)).splitlines()
     parts = [line for line in lines if line.startswith("  ")]
     shares = [int(line.partition("%")[0].split()[-1]) for line in parts]
     assert 195 <= sum(shares) <= 203  # two tables, parts below 0.5 % left out
