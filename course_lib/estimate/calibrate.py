@@ -85,6 +85,7 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
 
 
 def _factors(values: np.ndarray) -> Calibration:
+    """As many of the factors as there are values, in order; the others stay 1."""
     return Calibration(*values.tolist())
 
 
