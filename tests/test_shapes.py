@@ -8,9 +8,9 @@ from course_lib.config import MlaConfig, ModelConfig, MoeConfig, preset
 from course_lib.flops import matmul_parameters
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.run import Run
 from course_lib.shapes import KINDS, of_transformers, read_model, read_models, read_shapes
+from course_lib.tensors import count_parameters, parameter_shapes
 
 
 def fields(model_type, layers, hidden, heads, kv_heads, ffn, vocab, **more):

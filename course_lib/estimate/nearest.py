@@ -7,8 +7,8 @@ from course_lib.engines import EngineFacts
 from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import Cluster
 from course_lib.layout import DEFAULTS
-from course_lib.memory.states import LoRA, Offload
-from course_lib.run import Run
+from course_lib.run import Offload, Run
+from course_lib.tensors import LoRA
 from course_lib.validate import checked
 
 _SHORTEST = 256  # tokens: shorter sequences are another question

@@ -25,8 +25,8 @@ from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import Cluster, gpu_for
 from course_lib.layout import Layout
 from course_lib.layout.partition import layers_by_cost
-from course_lib.memory.states import OPTIMIZERS, LoRA, Offload, recipe_of
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, Offload, Run, recipe_of
+from course_lib.tensors import LoRA
 from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import Size, checked, one_of, show
 

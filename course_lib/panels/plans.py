@@ -11,7 +11,7 @@ from course_lib.config import MOE_PRESETS, PRESETS, preset
 from course_lib.engines import ENGINES
 from course_lib.hardware import CLUSTERS, GPUS, gpu
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA, recipe_of, state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, of_table, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.runs import compared
@@ -20,7 +20,9 @@ from course_lib.plan import Job, Plan, explain, export, options_table, search, w
 from course_lib.plan.config_files import files_for
 from course_lib.plan.measured import MODELS
 from course_lib.plan.search import one_of_each_kind
+from course_lib.run import recipe_of
 from course_lib.shapes import Shape, read_model
+from course_lib.tensors import LoRA
 from course_lib.units import read_tokens, show_bytes
 
 

@@ -17,8 +17,7 @@ from course_lib.engines import ENGINES, File
 from course_lib.estimate import Estimate
 from course_lib.hardware import nodes_of
 from course_lib.layout.partition import even_layers
-from course_lib.memory.states import Offload, recipe_of
-from course_lib.run import Run
+from course_lib.run import Offload, Run, recipe_of
 from course_lib.validate import Positive, Size, checked
 
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
-from course_lib.memory.states import count_parameters, recipe_of, state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.plan.search import Plan
+from course_lib.run import recipe_of
+from course_lib.tensors import count_parameters
 from course_lib.units import aligned
 from course_lib.validate import checked
 

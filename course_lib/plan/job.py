@@ -9,8 +9,8 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import Cluster, nodes_of
 from course_lib.layout import Layout
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Offload
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, RECIPES, Offload, Run
+from course_lib.tensors import LoRA
 from course_lib.validate import Size, check_fields, checked, whole
 
 _WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline

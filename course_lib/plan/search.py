@@ -18,9 +18,9 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.budget import overheads_of
 from course_lib.memory.peak import instants, stage_of
-from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.run import recipe_of
 from course_lib.timing.exchange import numel_of_rank
 from course_lib.timing.layer import stages_of
 from course_lib.timing.step import StepTime, least_waiting_slots, step_time

@@ -20,12 +20,11 @@ from torch import Tensor
 from course_lib.config import MoeConfig
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
-from course_lib.memory.states import Offload
 from course_lib.model import moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
-from course_lib.run import Run
+from course_lib.run import Offload, Run
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
 from course_lib.training.precision import engine_dtypes, zero_gradients

@@ -6,8 +6,8 @@ from functools import lru_cache
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_parameters, mlp_parameters
 from course_lib.memory.budget import states_of
-from course_lib.memory.states import offload_link_bytes, recipe_of, wire_grad_bytes
-from course_lib.run import Run
+from course_lib.memory.states import offload_link_bytes, wire_grad_bytes
+from course_lib.run import Run, recipe_of
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.data import crossing_s
 from course_lib.timing.layer import Case, Times, network_s, stages_of

@@ -17,8 +17,7 @@ from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, pea
 from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
-from course_lib.memory.states import Offload
-from course_lib.run import Run
+from course_lib.run import Offload, Run
 from course_lib.timing.collectives import bus_factor, calls_s, collective_s, ranks_in_a_node
 from course_lib.timing.context import attention_time
 from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share

@@ -27,10 +27,10 @@ from course_lib.flops import matmul_parameters
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import fullest_budget
-from course_lib.memory.states import LoRA
 from course_lib.plan.measured import CLUSTER as MEASURED_ON
 from course_lib.plan.measured import MODELS, measured_runs
 from course_lib.run import Run
+from course_lib.tensors import LoRA
 from course_lib.timing import RATES, Rates, step_time
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ from course_lib.cli.plan import write_files
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA, Offload
 from course_lib.plan import Job, export, work_out
+from course_lib.run import Offload
+from course_lib.tensors import LoRA
 from course_lib.train.options import read
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))

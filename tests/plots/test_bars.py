@@ -14,10 +14,10 @@ from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.tracker import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets, states_of
-from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
+from course_lib.tensors import count_parameters, parameter_shapes
 from course_lib.timing import RATES
 from course_lib.timing.layer import Case, known, layer_times
 from course_lib.traffic import sent

@@ -21,12 +21,13 @@ from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import even_layers
 from course_lib.memory.activations import block_terms, korthikanti_layer_bytes
-from course_lib.memory.states import RECIPES, padded, zero_bytes_per_parameter
+from course_lib.memory.states import padded, zero_bytes_per_parameter
 from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.planner import cuts
 from course_lib.palette import OKABE_ITO
 from course_lib.plots.concepts import FOLDER, show_concept
+from course_lib.run import RECIPES
 from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.timing.kernel import HOPPER, Roof, product_bytes
 from course_lib.units import show_bytes

@@ -15,13 +15,13 @@ from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.measure.storages import replaced
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import LoRA
 from course_lib.model import moe
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank, simulate_ranks
 from course_lib.simulate.cluster import STATES, plan_assignments, planned_assignment
+from course_lib.tensors import LoRA
 from course_lib.training.precision import engine_dtypes
 
 SEQ_LEN = 64

@@ -8,8 +8,8 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import Cluster, Link, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.states import for_length
 from course_lib.run import Run
+from course_lib.tensors import for_length
 from course_lib.timing import Utilisation, ring_spans, tokens_that_hide_a_hop
 from course_lib.timing.collectives import ring_link
 from course_lib.timing.context import AttentionTime, attention_time

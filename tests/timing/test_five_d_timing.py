@@ -88,7 +88,7 @@ def test_what_is_faster_is_modelled_to_be():
 
 
 def test_frozen_weights_have_no_weight_gradients():
-    from course_lib.memory.states import LoRA
+    from course_lib.tensors import LoRA
 
     full, adapters = (step_time(Run(LLAMA_8B, Layout(), 4096, lora=lora), H100) for lora in (None, LoRA(16)))
     assert 0.6 < adapters.compute_s / full.compute_s < 0.75 and adapters.update_s < full.update_s
