@@ -17,7 +17,6 @@ from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.runs import compared
 from course_lib.panels.svg import bars
 from course_lib.plan import Job, Plan, explain, export, options_table, search, work_out
-from course_lib.plan.config_files import files_for
 from course_lib.plan.measured import MODELS
 from course_lib.plan.search import one_of_each_kind
 from course_lib.run import recipe_of
@@ -176,10 +175,8 @@ def planned(values: Mapping, file: str = "", text: str = "") -> tuple[Shown, lis
     found = search(_job_asked(values, shape))
     told = [f"note: {sentence}" for sentence in shape.left_out.values()]
     table = options_table(one_of_each_kind(found.ranked)[:_ROWS], found.best)
-    written = export(found.best, found.job.cluster.gpus_per_node)
-    own = files_for(found.job.engine)
-    files, refused = ({name: each[name] for name in own if name in each} for each in written)
-    return plan_shown(found), [*told, *table, "", *explain(found)], files, refused
+    written = export(found.best, found.job.cluster.gpus_per_node, found.job.engine)
+    return plan_shown(found), [*told, *table, "", *explain(found)], *written
 
 
 def _draw_states(**values) -> Shown:
