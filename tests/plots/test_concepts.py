@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
+from course_lib.compare.two_hosts import MEASURED
 from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.hardware import HOPPER, LINKS, gpu
@@ -28,7 +29,6 @@ from course_lib.palette import OKABE_ITO
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.run import RECIPES
 from course_lib.schedules.instructions import loop_placement, v_placement
-from course_lib.simulate.two_hosts import MEASURED
 from course_lib.timing.kernel import Roof, product_bytes
 from course_lib.units import show_bytes
 
