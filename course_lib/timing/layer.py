@@ -109,7 +109,9 @@ class Times(NamedTuple):
 
 def stages_of(run: Run, engine: EngineFacts) -> Sequence[int]:
     """How many layers each stage has, as the engine cuts a model unless the layout says it."""
-    by_cost = engine.cut == "cost" and run.config.moe is None and run.layout.layers_of_stage is None
+    if run.layout.layers_of_stage is not None:  # in some engines a stage may have none
+        return run.layout.layers_of_stage
+    by_cost = engine.cut == "cost" and run.config.moe is None
     return layers_by_cost(run.config, run.layout.num_stages) if by_cost else layers_of(run.config, run.layout)
 
 

@@ -292,3 +292,10 @@ def test_a_constant_that_cannot_be_is_refused():
 def test_an_engine_that_cuts_by_cost_has_layers_for_every_stage_of_an_interleaved_pipeline():
     layout = Layout.parse("pp=2,dp=2,schedule=interleaved,v=2,micro_batches=4")
     assert step_time(_run(LLAMA_8B, layout), H100, "nanotron").bubble_s > 0
+
+
+def test_a_stage_may_have_no_layer_and_the_head_alone():
+    layout = Layout(pp=4, micro_batches=8, layers_of_stage=(11, 11, 10, 0))
+    forward_s = stage_costs(_run(LLAMA_8B, layout), H100, "nanotron").forward_s
+    assert forward_s[0] == forward_s[1] == pytest.approx(11 / 10 * forward_s[2])
+    assert 0 < forward_s[3] < forward_s[2]
