@@ -21,7 +21,7 @@ from course_lib.memory.peak import instants, stage_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.run import recipe_of
-from course_lib.timing.exchange import numel_of_rank
+from course_lib.timing.data import numel_of_rank
 from course_lib.timing.layer import stages_of
 from course_lib.timing.step import StepTime, least_waiting_slots, step_time
 from course_lib.validate import Size, checked
@@ -235,7 +235,11 @@ def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
     leanest = _leanest(job, lost)
-    ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
+    ways = [
+        f"{change}: {one.room}, {one.memory_bytes / GB:.1f} of {usable / GB:.1f} GB, "
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        for change, one in nearest(leanest.run, job.cluster, job.engine).items()
+    ]
     return (
         f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
         f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "
