@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
-from course_lib.layout.experts import check_expert_parallel
+from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.mesh import AXES, check_groups, check_order
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
@@ -148,8 +148,7 @@ def _heads_for_ulysses(config: ModelConfig, layout: Layout) -> str | None:
 
 def _experts(config: ModelConfig, layout: Layout) -> str | None:
     if config.moe is not None:
-        cut, method = 1 if layout.folded else layout.tp, layout.expert_method
-        check_expert_parallel(config, layout.data_size * layout.fold, layout.ep, cut, None, method)
+        ExpertLayout(config.moe.num_experts, layout.ep)
     elif layout.ep > 1:
         return f"ep ({layout.ep}) spreads experts, but {config.name} has 0 of them"
 

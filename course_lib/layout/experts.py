@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.validate import Count, Positive, Size, check_fields, checked
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows travel; traffic/routing.py has the bytes
@@ -79,23 +78,12 @@ def check_ep(dp_size: Size, ep_size: Size) -> None:
 
 
 def check_expert_parallel(
-    config: ModelConfig,
-    dp_size: Size,
-    ep_size: Size,
-    tp_size: Size = 1,
-    ranks_per_node: Size | None = None,
-    method: str = "plain",
+    config: ModelConfig, dp_size: Size, ep_size: Size, ranks_per_node: Size | None = None
 ) -> ExpertLayout:
-    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts."""
+    """How the experts of a config lie on dp = ep x expert_dp ranks."""
     if config.moe is None:
         raise ValueError(
             f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
         )
     check_ep(dp_size, ep_size)
-    layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
-    if method not in METHODS or method == "padded":
-        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
-    check_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
-        raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
-    return layout
+    return ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
