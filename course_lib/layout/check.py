@@ -18,6 +18,7 @@ from course_lib.layout.mesh import AXES, check_groups, check_order
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.schedules import SCHEDULES, check_request
+from course_lib.validate import whole
 
 if TYPE_CHECKING:  # layout/record.py imports this file
     from course_lib.layout.record import Layout
@@ -41,11 +42,6 @@ BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it
 
 
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
-
-
-def _size(name: str, layout: Layout) -> str | None:
-    if isinstance(size := getattr(layout, name), bool) or not isinstance(size, int) or size < 1:
-        return f"{name} ({size!r}) must be a whole number, 1 or more"
 
 
 def _choice(name: str, layout: Layout) -> str | None:
@@ -90,14 +86,14 @@ def _layers_of_stage(layout: Layout) -> str | None:
     if (layers := layout.layers_of_stage) is None:
         return None
     if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 0 for count in layers):
-        return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage"
+        return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage, like 3-5"
     if len(layers) != (stages := layout.num_stages):
         told = f"layers_of_stage {list(layers)} has {len(layers)} stages"
         return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
 
 
 _LAYOUT_CHECKS: list[Check] = [
-    *[(partial(_size, name), (name,)) for name in SIZES],
+    *[(lambda of, name=name: whole(name, getattr(of, name)), (name,)) for name in SIZES],
     *[(partial(_choice, name), (name,)) for name in CHOICES],
     (lambda of: check_order(of.order), ("order",)),
     (_expert_tp, ("expert_tp",)),
@@ -224,7 +220,7 @@ def _refusal(check: Callable, layout: Layout) -> str | None:
     """Why a layout does not pass a check, which says so or raises."""
     try:
         return check(layout)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
 
 
@@ -253,7 +249,7 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
         return [[AXES] if name == "order" else [1, layout.tp]]
     if name == "layers_of_stage":
         stages = layout.num_stages
-        total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
+        total = config.num_layers if config else sum(map(_whole, value)) if isinstance(value, tuple) else 0
         return [[tuple(even_layers(total, stages))] if total >= stages else [None]]
     close = difflib.get_close_matches(str(value), map(str, CHOICES[name]), n=1)
     return [sorted(CHOICES[name], key=lambda choice: (str(choice) not in close, choice != "1f1b"))]
