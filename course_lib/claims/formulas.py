@@ -22,10 +22,9 @@ from course_lib.memory.states import count_parameters
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, instructions, make, simulate
 from course_lib.timing import collectives, data, failures, kernel, rates
-from course_lib.traffic import Call, sent_bytes
+from course_lib.traffic import Call, sent_bytes, stage_calls
 from course_lib.traffic.collectives import call_counts
 from course_lib.traffic.data import flat_calls
-from course_lib.traffic.tensor import tensor_calls
 from course_lib.validate import read_toml
 
 MODULES = (
@@ -109,7 +108,7 @@ def tensor_sums(model: str, tp: int, seq_len: int, sp: bool = False, passes: int
     """Collectives of a layer under TP, forward (passes 1) or forward and backward, and what they send in a step."""
     run = Run(preset(model), Layout(tp=tp, sequence_parallel=sp), seq_len)
     places, layers = ("layers forward", "layers backward")[:passes], run.config.num_layers
-    listed = [call for call in tensor_calls(run, 0) if call.place in places]
+    listed = [call for call in stage_calls(run, 0)["tp"] if call.place in places]
     return {
         "calls_a_layer": sum(call.count for call in listed) / layers,
         "gathers": call_counts(listed).get("all_gather", 0) / layers,

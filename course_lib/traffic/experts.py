@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
-from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import layers_of
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
@@ -22,11 +20,9 @@ from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traff
 from course_lib.validate import Index, Size, checked, one_of
 
 
-@checked
-def expected_calls(run: Run, stage: Index) -> list[Call]:
-    """List what one micro-batch makes a rank of one stage send on average, if tokens choose evenly."""
+def expected_calls(run: Run, num_layers: int) -> list[Call]:
+    """List what one micro-batch makes a rank send on average for its layers with experts, if tokens choose evenly."""
     layout, moe, itemsize = run.layout, run.config.moe, recipe_of(run.recipe).compute_bytes
-    num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
     if layout.ep == 1 or not num_layers:
         return []
     tokens = layout.micro_batch * (run.seq_len // layout.cp) // layout.fold
@@ -70,10 +66,3 @@ def expected_places(num_experts: Size, places: Size, top_k: Size) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly."""
     check_groups(num_experts, top_k, places)
     return places * (1 - math.comb(num_experts - num_experts // places, top_k) / math.comb(num_experts, top_k))
-
-
-@checked
-def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
-    """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
-    check_groups(layout.num_experts, top_k, layout.num_nodes)
-    return top_k * (layout.num_nodes - 1) / layout.num_nodes

@@ -36,7 +36,7 @@ from course_lib.plan import search, work_out
 from course_lib.run import Run
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
-from course_lib.traffic.routing import counts_of, moe_traffic
+from course_lib.traffic.routing import moe_traffic, plain_rows
 from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, synthetic_routing
 
 PANELS = {listed.panel.title: listed.panel for listed in asked.PANELS.values()}
@@ -435,7 +435,7 @@ def test_bytes_of_experts_are_those_of_the_routing(method):
     assert [(one.get("within the node", 0), one.get("between nodes", 0)) for one in columns.values()] == [
         (s.within_bytes, s.between_bytes) for s in map(traffic.forward, range(8))
     ]
-    counts = [sum(column) for column in zip(*counts_of(routing, 32), strict=True)]
+    counts = [sum(column) for column in zip(*plain_rows(routing, ExpertLayout(32, 32)), strict=True)]
     assert [sum(one.values()) for one in load.values()] == counts and sum(counts) == 8 * tokens * 4
     assert ("dropped" in answer.said) == bool(capacity)
 
