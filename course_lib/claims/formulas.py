@@ -14,7 +14,7 @@ from course_lib.estimate import estimate
 from course_lib.hardware import GB, GIB, GPUS
 from course_lib.hardware import gpu as gpu_of
 from course_lib.hardware import link as link_of
-from course_lib.layout import Layout, Mesh, block_pairs, mesh, partition
+from course_lib.layout import Layout, Mesh, mesh, partition, sequence_sharding
 from course_lib.memory import activations, budget, flats, states
 from course_lib.memory.activations import korthikanti_layer_bytes
 from course_lib.memory.budget import Budget, budgets
@@ -28,7 +28,7 @@ from course_lib.traffic.data import flat_calls
 from course_lib.validate import read_toml
 
 MODULES = (
-    config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats,
+    config, float_formats, flops, hardware, sequence_sharding, mesh, partition, activations, budget, flats,
     states, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
 )  # fmt: skip
 H100, DAY_S = GPUS["h100"], 86_400

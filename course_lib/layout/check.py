@@ -18,7 +18,6 @@ from course_lib.layout.mesh import AXES, check_groups, check_order
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.schedules import SCHEDULES, check_request
-from course_lib.validate import whole
 
 if TYPE_CHECKING:  # layout/record.py imports this file
     from course_lib.layout.record import Layout
@@ -42,6 +41,11 @@ BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it
 
 
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
+
+
+def _size(name: str, layout: Layout) -> str | None:
+    if type(size := getattr(layout, name)) is not int or size < 1:
+        return f"{name} ({size!r}) must be a whole number, 1 or more"
 
 
 def _choice(name: str, layout: Layout) -> str | None:
@@ -93,7 +97,7 @@ def _layers_of_stage(layout: Layout) -> str | None:
 
 
 _LAYOUT_CHECKS: list[Check] = [
-    *[(lambda of, name=name: whole(name, getattr(of, name)), (name,)) for name in SIZES],
+    *[(partial(_size, name), (name,)) for name in SIZES],
     *[(partial(_choice, name), (name,)) for name in CHOICES],
     (lambda of: check_order(of.order), ("order",)),
     (_expert_tp, ("expert_tp",)),
@@ -220,7 +224,7 @@ def _refusal(check: Callable, layout: Layout) -> str | None:
     """Why a layout does not pass a check, which says so or raises."""
     try:
         return check(layout)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         return str(error)
 
 

@@ -5,7 +5,7 @@ once_per_rank    a row for each rank that a token reaches: on the way there with
 
     expected_places(256, places=8, top_k=8)         # 5.29: nodes that a token reaches
 
-With skew, or a limit that follows the scores, draw a routing (synthetic_routing.py) and count it (routing.py).
+With skew, or a limit that follows the scores, draw a routing (panels/synthetic_routing.py) and count it (routing.py).
 """
 
 import math

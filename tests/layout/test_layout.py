@@ -348,7 +348,7 @@ def test_layouts_of_published_runs_are_possible():
         (lambda: Layout.parse(""), "'' in layout '' is not name=value; write dp=2"),
         (lambda: Layout.parse("dp=2,tp"), "'tp' in layout 'dp=2,tp' is not name=value"),
         (lambda: Layout.parse("zero_stge=1"), "a layout has no 'zero_stge'; did you mean zero_stage"),
-        (lambda: Layout.parse("dp=two"), "dp is 'two'; give a whole number of at least 1; nearest: dp=1"),
+        (lambda: Layout.parse("dp=two"), r"dp \('two'\) must be a whole number, 1 or more; nearest: dp=1"),
         (lambda: Layout.parse("dp=2,dp=2"), "dp stands twice"),
         (
             lambda: Layout.parse("sequence_parallel=maybe"),

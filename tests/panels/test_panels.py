@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from course_lib.authoring import ROOT
-from course_lib.config import preset
+from course_lib.config import capacity_of, preset
 from course_lib.estimate import estimate
 from course_lib.float_formats import FORMATS
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.layout.experts import ExpertLayout, capacity_of
+from course_lib.layout.experts import ExpertLayout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import OPTIMIZERS, count_parameters
@@ -32,12 +32,12 @@ from course_lib.panels.plans import GAME, JOBS, PLAN, job_of, job_of_day, layout
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
+from course_lib.panels.synthetic_routing import best_groups, keep_fitting, synthetic_routing
 from course_lib.plan import search, work_out
 from course_lib.run import Run
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.traffic.routing import moe_traffic, plain_rows
-from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, synthetic_routing
 
 PANELS = {listed.panel.title: listed.panel for listed in asked.PANELS.values()}
 LLAMA_8B = preset("llama-3.1-8b")

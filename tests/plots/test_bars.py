@@ -15,6 +15,7 @@ from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.tracker import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets, states_of
 from course_lib.memory.states import count_parameters, parameter_shapes
+from course_lib.panels.synthetic_routing import synthetic_routing
 from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
@@ -22,7 +23,6 @@ from course_lib.timing import RATES
 from course_lib.timing.layer import Case, known, layer_times
 from course_lib.traffic import sent
 from course_lib.traffic.routing import moe_traffic, plain_rows
-from course_lib.traffic.synthetic_routing import synthetic_routing
 from course_lib.train.watch import read_run
 from course_lib.units import UNITS, show_bytes
 

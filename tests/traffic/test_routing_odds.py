@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from course_lib.layout.experts import ExpertLayout
+from course_lib.panels.synthetic_routing import popularity, synthetic_routing
 from course_lib.traffic.experts import expected_places
 from course_lib.traffic.routing import once_per_node_rows, plain_rows, sent
-from course_lib.traffic.synthetic_routing import popularity, synthetic_routing
 
 
 def imbalance(load):

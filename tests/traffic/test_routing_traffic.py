@@ -6,6 +6,7 @@ import torch
 from course_lib.config import MoeConfig
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import capacity, capacity_of
+from course_lib.panels.synthetic_routing import synthetic_routing
 from course_lib.traffic.collectives import collective_bytes
 from course_lib.traffic.routing import (
     Sent,
@@ -16,7 +17,6 @@ from course_lib.traffic.routing import (
     sent,
     way_back,
 )
-from course_lib.traffic.synthetic_routing import synthetic_routing
 
 # 8 experts on 4 ranks, 2 nodes: rank 0 has 0 1, rank 1 has 2 3 | rank 2 has 4 5, rank 3 has 6 7
 LAYOUT = ExpertLayout(8, 4, ranks_per_node=2)
