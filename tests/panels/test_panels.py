@@ -21,7 +21,6 @@ from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.minimal.eight_bits import quantized
 from course_lib.model.moe import keep, limit_groups
 from course_lib.panels import asked, one_gpu, runs
@@ -34,7 +33,8 @@ from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
 from course_lib.panels.synthetic_routing import best_groups, keep_fitting, synthetic_routing
 from course_lib.plan import search, work_out
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, Run
+from course_lib.tensors import count_parameters
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.traffic.routing import moe_traffic, plain_rows
