@@ -3,10 +3,10 @@
 A folder imports from its own floor and from the floors below it. Each folder's `__init__.py` is the map of its files.
 
 0. Plain arithmetic, without torch
-    config.py, shapes.py     models with their exact shapes; those of files, as people have them
+    config.py, shapes.py, tensors.py    models; those of people's files; which tensors one has, or a rank of tp
     hardware.py              GPUs and links with their sources
     engines.py               what differs between engines, as records: bytes that each keeps, what it hides
-    flops.py, run.py         FLOPs of a token, a step, a stage; a model and its layout in one record
+    flops.py, run.py         FLOPs of a token, a step, a stage; a model, its layout and its numbers in one record
     validate.py, span.py     refusals in one sentence; what a lane was busy with
     schedules/     pipeline schedules as lists: built, checked, clocked
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts

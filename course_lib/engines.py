@@ -32,13 +32,10 @@ class File(Checked):
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     cp_methods: tuple[str, ...] = ("ring", "all_gather", "ulysses")
     cp_shardings: tuple[str, ...] = ("contiguous", "striped", "zigzag")
-    regathers: tuple[bool, ...] = (False, True)
-    sequence_parallel: tuple[bool, ...] = (False, True)
     even_stages: bool = False
-    told_stages: bool = True
     folds_all: bool = False
     families: tuple[str, ...] = ("llama", "gpt")
-    lacks: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict, hash=False)
     words: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA, Offload
-from course_lib.run import Run
+from course_lib.run import Offload, Run
+from course_lib.tensors import LoRA
 
 TOY = preset("toy")
 

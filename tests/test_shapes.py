@@ -8,9 +8,9 @@ from course_lib.config import MlaConfig, ModelConfig, MoeConfig, preset
 from course_lib.flops import matmul_parameters
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.run import Run
 from course_lib.shapes import KINDS, of_transformers, read_model, read_models, read_shapes
+from course_lib.tensors import count_parameters, parameter_shapes
 
 
 def fields(model_type, layers, hidden, heads, kv_heads, ffn, vocab, **more):
@@ -244,6 +244,6 @@ def test_the_engine_holds_what_is_told_of_experts_in_every_second_layer(layout):
     experts = MoeConfig(8, 1, 256, 1, score="sigmoid", normalise_weights=False, every=2)
     config = ModelConfig("every second", 6, 256, 8, 4, d_ff=1024, vocab_size=1024, max_seq_len=512, moe=experts)
     run = Run(config, Layout.parse(layout), 256)
-    for simulated, told in zip(simulate_ranks(run).ranks, budgets(run), strict=True):
+    for simulated, told in zip(simulate_ranks(run), budgets(run), strict=True):
         assert simulated.states["parameters"] == told.parameters and simulated.states["optimizer"] == told.optimizer
         assert sum(told.at_peak.values()) == pytest.approx(simulated.peak_bytes, rel=0.03)

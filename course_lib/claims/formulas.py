@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import ceil, log, sqrt
 from pathlib import Path
 
-from course_lib import config, float_formats, flops, hardware, schedules, traffic
+from course_lib import config, float_formats, flops, hardware, run, schedules, tensors, traffic
 from course_lib.config import preset
 from course_lib.estimate import estimate
 from course_lib.hardware import GB, GIB, GPUS
@@ -18,10 +18,10 @@ from course_lib.layout import Layout, Mesh, block_pairs, mesh, partition
 from course_lib.memory import activations, budget, flats, states
 from course_lib.memory.activations import korthikanti_layer_bytes
 from course_lib.memory.budget import Budget, budgets
-from course_lib.memory.states import count_parameters
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, instructions, make, simulate
-from course_lib.timing import collectives, data, failures, kernel, rates
+from course_lib.tensors import count_parameters
+from course_lib.timing import collectives, data, kernel, rates
 from course_lib.traffic import Call, sent_bytes
 from course_lib.traffic.collectives import call_counts
 from course_lib.traffic.data import flat_calls
@@ -30,7 +30,7 @@ from course_lib.validate import read_toml
 
 MODULES = (
     config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats,
-    states, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
+    run, states, tensors, schedules, instructions, collectives, data, kernel, rates, traffic,
 )  # fmt: skip
 H100, DAY_S = GPUS["h100"], 86_400
 H100_GIB = H100.usable_bytes / GIB

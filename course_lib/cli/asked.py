@@ -13,8 +13,9 @@ from course_lib.config import ModelConfig
 from course_lib.estimate.table import offload_of
 from course_lib.hardware import GPU, Cluster, cluster_of, gpu_for, gpu_with
 from course_lib.hardware import gpu as gpu_named
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Offload
+from course_lib.run import OPTIMIZERS, RECIPES, Offload
 from course_lib.shapes import Shape, read_model, read_shapes
+from course_lib.tensors import LoRA
 from course_lib.units import read_tokens
 from course_lib.validate import one_of, whole
 

@@ -15,7 +15,6 @@ from course_lib.engines import ENGINES
 from course_lib.estimate import Estimate
 from course_lib.hardware import gpu_for
 from course_lib.plan import Job, Plan, explain, export, options_table, search
-from course_lib.plan.config_files import files_for
 from course_lib.plan.search import ENOUGH, one_of_each_kind
 from course_lib.validate import one_of, whole, writable
 
@@ -82,22 +81,17 @@ def job_of(options: PlanOptions) -> Job:
 
 
 def write_files(best: Estimate, folder: Path, per_node: int, engine: str = "course") -> list[str]:
-    """Write what frameworks need for a layout; tell each file, and each refusal with its reason.
-
-    engine   who trains: then its own files alone; the course's run can be given to any
-    """
+    """Write what frameworks need for a layout, as `export`; tell each file, and each refusal with its reason."""
     writable("export", folder)
-    files, refused = export(best, per_node)
-    own = files_for(engine)
+    files, refused = export(best, per_node, engine)
     folder.mkdir(parents=True, exist_ok=True)
     wrote = []
-    for name in (name for name in files if name in own):
-        (folder / name).write_text(files[name], encoding="utf-8")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
         wrote.append(f"wrote {folder / name}")
-    by_hand = best.layout.recompute == "full" and "deepspeed.json" in own and "deepspeed.json" in files
-    if by_hand:
+    if best.layout.recompute == "full" and "deepspeed.json" in files:
         wrote.append("in your script: model.gradient_checkpointing_enable(), DeepSpeed's file cannot ask for it")
-    return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items() if name in own)]
+    return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items())]
 
 
 def lines(found: Plan, show: int) -> list[str]:

@@ -47,7 +47,7 @@ def simulate_layout(
     whole("seq", seq)
     recipe, fields = how.recipe_on(gpu), how.run_fields()
     asked = Run(model_asked(model, seq), layout_of(layout), seq, recipe, **fields)
-    found = report(simulate_ranks(asked, stage or "all", skew=skew), gpu)
+    found = report(asked, simulate_ranks(asked, stage or None, skew), gpu)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -70,14 +70,15 @@ def layout_of(text: str) -> Layout:
 # --- from numbers to words
 
 
-def report(simulation, device: GPU) -> dict:
+def report(run: Run, simulated: list, device: GPU) -> dict:
     """All that was found, as JSON can hold it; bytes are integers."""
     from course_lib.devices import peak_memory_bytes
 
-    run, layout, usable = simulation.run, simulation.run.layout, device.usable_bytes
-    ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]
-    besides = sum(overheads_of(run).values())
-    most = besides + SPREAD["other", "one stage" if layout.pp == 1 else "pipeline"].memory[1] * simulation.peak_bytes
+    layout, usable = run.layout, device.usable_bytes
+    ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulated]
+    peak_bytes = max(rank.peak_bytes for rank in simulated)
+    most = SPREAD["other", "one stage" if layout.pp == 1 else "pipeline"].memory[1] * peak_bytes
+    most += sum(overheads_of(run).values())
     return {
         "model": run.config.name,
         "gpu": {"name": device.name, "usable_bytes": usable},
@@ -88,14 +89,14 @@ def report(simulation, device: GPU) -> dict:
         "recipe": run.recipe,
         "tokens_per_step": layout.sequences_per_step * run.seq_len,
         "ranks": ranks,
-        "peak_bytes": simulation.peak_bytes,
-        "fits": simulation.peak_bytes <= usable,
-        "room": "does not fit" if simulation.peak_bytes > usable else "tight" if most > usable else "fits",
+        "peak_bytes": peak_bytes,
+        "fits": peak_bytes <= usable,
+        "room": "does not fit" if peak_bytes > usable else "tight" if most > usable else "fits",
         "nine_in_ten_bytes": round(most),
         "flops_of_all_ranks": sum(rank["flops"] for rank in ranks) * layout.world_size // layout.pp
         if len(ranks) == layout.pp
         else None,
-        "seconds": round(simulation.seconds, 3),
+        "seconds": round(sum(rank.seconds for rank in simulated), 3),
         "host_peak_bytes": peak_memory_bytes(),
     }
 

@@ -10,9 +10,8 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS, MemoryTracker, Timeline
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import Recipe, recipe_of
 from course_lib.model import build
-from course_lib.run import Run
+from course_lib.run import Recipe, Run, recipe_of
 from course_lib.training import make_optimizer, train_step
 from course_lib.training.data import batch, tokens
 from course_lib.training.precision import precision_named

@@ -4,8 +4,7 @@ from course_lib.engines import EngineFacts
 from course_lib.flops import layer_matmul_parameters
 from course_lib.hardware import Cluster
 from course_lib.memory.budget import fullest_budget, overheads_of
-from course_lib.memory.states import recipe_of
-from course_lib.run import Run
+from course_lib.run import Run, recipe_of
 from course_lib.timing.layer import runs_ahead, stages_of
 from course_lib.timing.rates import Rates
 from course_lib.timing.step import StepTime

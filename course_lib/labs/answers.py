@@ -10,7 +10,7 @@ from course_lib.estimate import Estimate
 from course_lib.hardware import GB, peak_flops
 from course_lib.labs.sheet import FIRST_QUESTION, Nodes, modelled, modelled_sums, sent_by_axis
 from course_lib.labs.table import Lab, Question
-from course_lib.memory.states import count_parameters
+from course_lib.tensors import count_parameters
 from course_lib.timing.context import tokens_that_hide_a_hop
 from course_lib.timing.rates import FLASH_ATTENTION_2
 from course_lib.train.plan import Checkpoints

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from tqdm.std import tqdm
 
+from course_lib.language import told
+
 PATIENCE_S = 1.0  # what is done sooner needs no bar
 REDRAW_S = 0.2
 SAY_AGAIN_S = 10.0  # in a terminal, where each time is a line
@@ -64,7 +66,7 @@ class CellBar:
             display({_VIEW: view}, raw=True)
         bar, text = self._box.children
         bar.max, bar.value = most, value
-        text.value = " · ".join(filter(None, (*texts, f"{now - self._start:.0f} s")))
+        text.value = told(" · ".join(filter(None, (*texts, f"{now - self._start:.0f} s"))))
 
 
 class TextBar:

@@ -22,8 +22,8 @@ from course_lib.config import ModelConfig, Recompute, require_dense
 from course_lib.engines import ENGINES, EngineFacts
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.run import Run
-from course_lib.memory.states import Recipe, block_shapes, narrow, recipe_of
+from course_lib.run import Recipe, Run, recipe_of
+from course_lib.tensors import block_shapes, narrow
 from course_lib.validate import Size, checked
 
 FP32, INT64, MASK = 4, 8, 1  # bytes of a float32, of a token id or a place, of a bool

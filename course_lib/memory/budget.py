@@ -1,6 +1,6 @@
 """How much memory a run needs: `budgets(run)`, one Budget for each rank of the pipeline. The only answer there is.
 
-States are counted (states.py, zero.py); every other tensor is of a moment of a step, the fullest of which is the peak
+States are counted (states.py); every other tensor is of a moment of a step, the fullest of which is the peak
 (peak.py). What is there besides tensors are assumptions, with their sources.
 """
 
@@ -20,16 +20,9 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
 from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, instants, moments, stage_of
-from course_lib.memory.run import Run
-from course_lib.memory.states import (
-    LoRA,
-    Recipe,
-    StateBytes,
-    quantized_shapes,
-    recipe_of,
-    state_bytes,
-    zero_state_bytes,
-)
+from course_lib.memory.states import StateBytes, state_bytes, zero_state_bytes
+from course_lib.run import Recipe, Run, recipe_of
+from course_lib.tensors import LoRA, quantized_shapes
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -163,9 +156,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
 
 def fullest_budget(run: Run, engine: str = "course") -> Budget:
     """The fullest rank's: the first has most in flight, the second may have experts, the last has the logits."""
-    last = run.layout.pp - 1
-    of_ranks = [budget_of_rank(run, rank, engine=engine) for rank in (0, last, min(1, last))]
-    return max(of_ranks, key=lambda one: one.total_bytes)
+    ranks = {0, run.layout.pp - 1} | ({min(1, run.layout.pp - 1)} if run.config.moe else set())
+    return max((budget_of_rank(run, rank, engine=engine) for rank in ranks), key=lambda one: one.total_bytes)
 
 
 @checked

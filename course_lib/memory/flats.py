@@ -18,18 +18,10 @@ from typing import NamedTuple
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication
-from course_lib.memory.states import (
-    LoRA,
-    Shapes,
-    adapter_shapes,
-    block_shapes,
-    end_shapes,
-    is_replicated,
-    narrow,
-    padded,
-)
+from course_lib.memory.states import padded
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
+from course_lib.tensors import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes, is_replicated, narrow
 from course_lib.validate import Bytes, Size, checked
 
 BUCKET_BYTES = 25 * 2**20

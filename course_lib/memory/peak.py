@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from operator import add, le
+from operator import add
 from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
 from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
-from course_lib.memory.states import Recipe, recipe_of, wire_grad_bytes
-from course_lib.schedules.messages import steps_of_rank
+from course_lib.memory.states import wire_grad_bytes
+from course_lib.run import Recipe, recipe_of
 
 
 class Held(NamedTuple):
@@ -111,8 +111,6 @@ class Instant(NamedTuple):
 
     saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
     done      stages whose gradients are all there
-    messages  received ahead, sent and perhaps not arrived, and the gradient that has come for this backward
-    counts    all of these together, and of each stage those that are saved and those that wait
     """
 
     op: str
@@ -120,70 +118,65 @@ class Instant(NamedTuple):
     saved: dict[int, int]
     waiting: dict[int, int]
     done: frozenset[int]
-    messages: int
-    counts: tuple[int, ...]
 
 
 def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
-    """The different instants of a rank's step, in the order of its schedule; of like ones the fullest.
+    """The different instants of a rank's step, in the order of its schedule.
 
     More than three micro-batches for each rank change nothing, unless all forwards come first.
     """
     few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
-    return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
+    return _instants_of(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
 
 
 @lru_cache(maxsize=4096)
-def _cached_instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
+def _instants_of(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
     made = schedule_of(schedule, pp, micro_batches, v)
     saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    done, posted, on_the_way, found = frozenset(), set(), set(), {}
-    for step in steps_of_rank(made, pp_rank):
-        op, _, stage = step.instruction
-        posted |= {message for message, _ in step.post}
-        posted.discard(step.needs)
-        on_the_way -= {*step.arrived}
+    done, found = frozenset(), {}
+    for op, _, stage in made.instructions[pp_rank]:
         saved[stage] -= op in "BI"
         waiting[stage] -= op == "W"
-        messages = len(posted) + len(on_the_way) + (op in "BI" and step.needs is not None)
-        counts = (sum(saved.values()) + sum(waiting.values()) + messages, *saved.values(), *waiting.values())
-        like = found.setdefault((op, stage, done), [])
-        if not any(all(map(le, counts, one.counts)) for one in like):  # a message is less than what one saved
-            like[:] = (one for one in like if not all(map(le, one.counts, counts)))
-            like.append(Instant(op, stage, dict(saved), dict(waiting), done, messages, counts))
+        now = Instant(op, stage, dict(saved), dict(waiting), done)
+        found[op, stage, *saved.values(), *waiting.values(), done] = now
         saved[stage] += op == "F"
         waiting[stage] += op == "I"
         done |= {stage} if op in "BW" else set()
-        if step.gives is not None:
-            (posted if step.dst is None else on_the_way).add(step.gives)
-    return tuple(one for like in found.values() for one in like)
+    return tuple(found.values())
 
 
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
     """Yield each moment of a rank's step that can be its fullest, by name.
 
-    message   bytes of what goes from stage to stage
+    message   bytes of what goes from stage to stage: one is on its way
     """
+    fullest: dict[tuple[str, int, bool], Held] = {}  # of like instants
     for now in instants(layout, pp_rank):
-        held = Held(temporary=now.messages * message)
-        for one, (stage, gradients) in stages.items():
-            saved, made = now.saved[one], gradients.held * (one in now.done)
-            activations = saved * stage.activations + now.waiting[one] * stage.waiting
-            held = held.plus(Held(made, activations, saved * stage.logits))
-        for name, own in backward_moments(now, *stages[now.stage]):
-            yield f"{now.op} of stage {now.stage}: {name}", held.plus(own)
+        gradients = sum(stages[one][1].held for one in now.done)
+        activations = sum(
+            now.saved[one] * stage.activations + now.waiting[one] * stage.waiting for one, (stage, _) in stages.items()
+        )
+        logits = sum(now.saved[one] * stage.logits for one, (stage, _) in stages.items())
+        held = Held(gradients, activations, logits, temporary=message * (layout.pp > 1))
+        like = now.op, now.stage, now.stage not in now.done
+        fullest[like] = max(fullest.get(like, held), held, key=sum)
+    for (op, one, is_first), held in fullest.items():
+        for name, own in backward_moments(op, is_first, *stages[one]):
+            yield f"{op} of stage {one}: {name}", held.plus(own)
 
 
-def backward_moments(now: Instant, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
-    """Yield what each moment of one micro-batch's backward, or of a part of it, holds."""
-    is_first = now.stage not in now.done  # it makes gradients, which later ones find
-    if now.op == "W":  # of weights, from inputs and gradients that waited
+def backward_moments(op: str, is_first: bool, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
+    """Yield what each moment of one micro-batch's backward, or of a part of it, holds.
+
+    is_first   it makes the gradients, which later ones find
+    """
+    if op == "W":  # of weights, from inputs and gradients that waited
         yield "first product", Held(activations=stage.waiting, temporary=gradients.product)
         yield "last product", Held(is_first * gradients.held, temporary=gradients.product)
         return
-    for one in stage.forward if now.op == "F" else stage.moments:
+    for one in stage.forward if op == "F" else stage.moments:
         there, early, leaving = gradients.after(one.unit, one.after)
-        made = is_first * (early if now.op == "I" else there)
+        made = is_first * (early if op == "I" else there)
         work = one.work + leaving + one.copied * (gradients.copied or not is_first)
         gathered = gradients.whole.get(one.unit, 0)
         yield one.name, Held(made, one.activations, one.logits, work, gathered)
@@ -303,8 +296,9 @@ def _core_work(part: Part) -> int:
         return queries + pairs + out
     if layout.cp_method == "ulysses":
         return 2 * (queries + pairs + out)
-    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent; and the next two
-    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else 5 * wider + 3
+    wider = part.fp32 // e  # sums over blocks of keys are in FP32: mine, one received, one sent
+    ring = (3 + 2 * (layout.cp > 2)) * wider + 3  # with more than two ranks the next two as well
+    blocks = layout.cp * (1 + wider) + wider + 1 if layout.cp_method == "all_gather" else ring
     return out + queries * wider + pairs * blocks
 
 

@@ -1,146 +1,18 @@
-"""Tensors of a model and of one rank of it, and the bytes of their states: what does not depend on the batch.
-
-A rank of tensor parallelism has heads N / t and K / t (at least one), MLP and experts F / t, vocabulary V / t; the
-width D of the residual stream stays. So every formula of this folder works on `narrow(config, tp)` as it is.
-"""
+"""Bytes of the states: parameters, gradients, optimizer, whole, under ZeRO, off the device. No batch changes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.layout.sequence_sharding import check_context
-from course_lib.validate import Amount, Bytes, Checked, Count, Size, checked, one_of, whole
-
-Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
-
-
-@checked
-def parameter_shapes(config: ModelConfig) -> Shapes:
-    """List every parameter tensor of a model: name -> (shape, number of such tensors).
-
-    Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572; Mixtral:
-             arXiv:2401.04088; DeepSeek-V3: arXiv:2412.19437
-    """
-    before, behind = end_shapes(config)
-    found = before | behind
-    for has_experts, layers in ((False, config.num_layers - config.num_moe_layers), (True, config.num_moe_layers)):
-        for name, (shape, copies) in (block_shapes(config, has_experts) if layers else {}).items():
-            found[name] = shape, copies * layers + found.get(name, (shape, 0))[1]
-    return found
-
-
-def end_shapes(config: ModelConfig) -> tuple[Shapes, Shapes]:
-    """List what comes before the blocks, and what comes behind them; of XLM-R the encoder alone, without its head."""
-    D, V, encoder, llama = config.d_model, config.vocab_size, config.family == "xlmr", config.family == "llama"
-    before, behind = {"embed": (V, D)}, {"norm": (D,)} | ({} if llama else {"norm.bias": (D,)})
-    if not llama:
-        before["positions"] = config.max_seq_len + 2 * encoder, D  # two rows of padding
-    if encoder:
-        before["token_type"] = 1, D
-    if not (config.tied or encoder):
-        behind["head"] = V, D
-    return tuple({name: (shape, 1) for name, shape in shapes.items()} for shapes in (before, behind))
-
-
-def block_shapes(config: ModelConfig, has_experts: bool = False) -> Shapes:
-    """List the tensors of one block in the model's order: attention, then its MLP or its experts.
-
-    Latent attention (MLA) has queries, and keys with values, pass through narrow matrices, each with a norm.
-    """
-    D, N, moe, mla, llama = config.d_model, config.num_heads, config.moe, config.mla, config.family == "llama"
-    NH, KH = N * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {"norm": (D,), "q": (NH, D), "k": (KH, D), "v": (KH, D), "o": (D, NH)}
-    if config.qk_norm:
-        attention |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    if mla:
-        attention = {"norm": (D,), "o": (D, N * mla.value_dim)}
-        attention |= {"q_down": (mla.q_rank, D), "q_norm": (mla.q_rank,), "q_up": (NH, mla.q_rank)}
-        attention |= {"kv_down": (mla.kv_rank + mla.rope_dim, D), "kv_norm": (mla.kv_rank,)}
-        attention["kv_up"] = N * (mla.nope_dim + mla.value_dim), mla.kv_rank
-    found = {f"attention.{name}": (shape, 1) for name, shape in attention.items()} | {"mlp.norm": ((D,), 1)}
-    parts = {"mlp": (config.d_ff, 1)}
-    if has_experts:
-        found["moe.router"] = (moe.num_experts, D), 1
-        shared = moe.num_shared_experts * moe.d_expert
-        parts = {"moe.experts": (moe.d_expert, moe.num_experts), "moe.shared": (shared, 1)}
-    for part, (width, copies) in parts.items():
-        for name in ("gate", "up", "down")[not llama :] if width else ():
-            found[f"{part}.{name}"] = ((D, width) if name == "down" else (width, D)), copies
-    if llama:
-        return found
-    return {f"{name}{end}": (of[: 1 if end else 2], n) for name, (of, n) in found.items() for end in ("", ".bias")}
-
-
-def _count(shapes: Shapes) -> int:
-    return sum(prod(shape) * copies for shape, copies in shapes.values())
-
-
-@checked
-def count_parameters(config: ModelConfig) -> int:
-    """Count the parameters of a model exactly (a tied head once): 8,030,261,248 for llama-3.1-8b."""
-    return _count(parameter_shapes(config))
-
-
-def active_parameters(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: all but the experts that it did not choose; the embedding whole."""
-    shapes = parameter_shapes(config)
-    experts = _count({name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")})
-    left_out = experts - experts * config.moe.top_k // config.moe.num_experts if experts else 0
-    return _count(shapes) - left_out
-
-
-def dense_twin(config: ModelConfig) -> ModelConfig:
-    """A model without experts whose tokens need the same FLOPs, but for the router's: MLPs as wide as what one uses."""
-    if config.moe is None:
-        return config
-    width = (config.moe.top_k + config.moe.num_shared_experts) * config.moe.d_expert
-    if config.num_moe_layers < config.num_layers and width != config.d_ff:
-        raise ValueError(
-            f"{config.name} has dense blocks of width {config.d_ff} and uses experts of width {width} in all; "
-            "a twin of equal blocks needs first_dense_layers=0"
-        )
-    return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
-
-
-@lru_cache(maxsize=256)
-def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
-    """The model that one rank of tensor parallelism runs; where d_ff or V does not divide, the last are narrower.
-
-    Raises   ValueError if heads do not divide, or a rank would be left without a row
-    """
-    check_heads(config.num_heads, config.num_kv_heads, tp)
-    if not 0 <= tp_rank < tp:
-        raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
-    return replace(
-        config,
-        name=config.name if tp == 1 else f"{config.name}, rank {tp_rank} of tp {tp}",
-        num_heads=config.num_heads // tp,
-        num_kv_heads=max(config.num_kv_heads // tp, 1),
-        d_ff=piece_sizes(config.d_ff, tp)[tp_rank],
-        vocab_size=piece_sizes(config.vocab_size, tp)[tp_rank],
-        moe=config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp)[tp_rank]),
-    )
-
-
-def is_replicated(name: str) -> bool:
-    """Whether every rank of tp has all of a parameter: norms, biases after a sum, and what is too narrow to cut."""
-    return "norm" in name or name.endswith(("o.bias", "down.bias", "_down", "positions", "token_type", "router"))
-
-
-def whole_parameters(config: ModelConfig) -> int:
-    """Count the parameters that every rank of tp has whole."""
-    return _count({name: entry for name, entry in parameter_shapes(config).items() if is_replicated(name)})
-
-
-def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
-    """The same model, allowed to read that many tokens: RoPE has no table that ends, its memory is the same."""
-    return config if seq_len <= config.max_seq_len else replace(config, max_seq_len=seq_len)
+from course_lib.run import OPTIMIZERS, Offload, Recipe, recipe_of
+from course_lib.tensors import LoRA, count, lora_shapes, narrow, parameter_shapes, quantized_shapes
+from course_lib.validate import Amount, Bytes, Checked, Size, checked, one_of, whole
 
 
 def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
@@ -148,46 +20,6 @@ def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, 
     check_context(seq_len, cp, "contiguous")
     local = narrow(config, tp)
     return batch_size * seq_len // cp * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
-
-
-@dataclass(frozen=True)
-class Recipe(Checked):
-    """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
-
-    name: str
-    param_bytes: Count
-    grad_bytes: Count
-    master_bytes: Count
-    moment_bytes: Count
-    compute_bytes: Count  # size of one activation number
-    note: str = ""
-
-    @property
-    def bytes_per_param(self) -> int:
-        """Bytes of model state a parameter, with AdamW."""
-        return self.param_bytes + self.grad_bytes + self.master_bytes + self.moment_bytes
-
-
-_RECIPES = (
-    Recipe("fp32", 4, 4, 0, 8, 4, "everything in FP32"),
-    Recipe("autocast", 4, 4, 0, 8, 2, "FP32 states; matmuls run on BF16 casts, which are kept during the step"),
-    Recipe("bf16-master", 2, 2, 4, 8, 2, "BF16 parameters and gradients, FP32 master copy (ZeRO paper, playbook)"),
-    Recipe("bf16-master-fp32-grads", 2, 4, 4, 8, 2, "gradients kept in FP32 only (Megatron-Core's estimator: 18)"),
-    Recipe("bf16-master-both-grads", 2, 6, 4, 8, 2, "a BF16 gradient and its FP32 accumulator (playbook: 20)"),
-    Recipe("fp16-master-fp32-grads", 2, 4, 4, 8, 2, "FP16 with loss scaling: the same bytes as with BF16"),
-    Recipe("bf16", 2, 2, 0, 4, 2, "pure BF16, moments too: small updates are lost"),
-)
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
-FP64 = Recipe("fp64", 8, 8, 0, 16, 8, "everything in FP64, in which equality to one process is tested")
-OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "sgd-momentum", "sgd")
-
-
-def recipe_of(recipe: Recipe | str) -> Recipe:
-    """Look a recipe up by its name, ValueError if it is unknown; a Recipe passes through."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    one_of("recipe", recipe, tuple(RECIPES))
-    return RECIPES[recipe]
 
 
 @dataclass(frozen=True)
@@ -202,54 +34,6 @@ class StateBytes(Checked):
     def total(self) -> int:
         """All three together."""
         return self.parameters + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class LoRA(Checked):
-    """Low-rank adapters on the named matrices; with four_bits (QLoRA) the frozen ones of blocks are stored in 4 bits.
-
-    Source   Hu et al. 2021 (arXiv:2106.09685); Dettmers et al. 2023 (arXiv:2305.14314)
-    """
-
-    rank: Size
-    targets: tuple[str, ...] = ("q", "v")
-    four_bits: bool = False
-
-
-_NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
-
-
-def _linear(shapes: Shapes) -> Shapes:
-    return {name: entry for name, entry in shapes.items() if len(entry[0]) == 2 and name not in _NO_LINEAR}
-
-
-def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
-    """List the adapters' tensors beside those matrices that are targets: rank x d_in and d_out x rank."""
-    found = {}
-    for name, (shape, copies) in _linear(shapes).items():
-        if name.rpartition(".")[2] in lora.targets:
-            found[f"{name}.lora_a"] = ((lora.rank, shape[1]), copies)
-            found[f"{name}.lora_b"] = ((shape[0], lora.rank), copies)
-    return found
-
-
-def quantized_shapes(config: ModelConfig) -> Shapes:
-    """List the matrices that QLoRA stores in 4 bits: those of linear layers in the blocks."""
-    return {name: entry for name, entry in _linear(parameter_shapes(config)).items() if "." in name}
-
-
-def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
-    """List the adapters' tensors of a whole model; ValueError if a target names no linear layer of it."""
-    known = {name.rpartition(".")[2] for name in _linear(parameter_shapes(config))}
-    if missing := set(lora.targets) - known:
-        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {sorted(known)}")
-    return adapter_shapes(parameter_shapes(config), lora)
-
-
-@checked
-def lora_parameters(config: ModelConfig, lora: LoRA) -> int:
-    """Count the trained parameters: sum over targets of rank (d_in + d_out)."""
-    return _count(lora_shapes(config, lora))
 
 
 @checked
@@ -267,14 +51,14 @@ def state_bytes(
     """
     recipe, base = recipe_of(recipe), parameter_shapes(config)
     trained = lora_shapes(config, lora) if lora else base
-    count, parameters = _count(trained), recipe.param_bytes * _count(base | trained)
+    parameters = recipe.param_bytes * count(base | trained)
     if lora is not None and lora.four_bits:
         for shape, copies in quantized_shapes(config).values():  # NF4: 64 numbers have an 8-bit scale, 256 scales one
             numel, blocks = prod(shape), -(-prod(shape) // 64)
             in_four_bits = -(-numel // 2) + blocks + 4 * -(-blocks // 256)
             parameters -= copies * (recipe.param_bytes * numel - in_four_bits)
-    of_each = [(n, optimizer_bytes(shape, recipe, optimizer, step_counters)) for shape, n in trained.values()]
-    return StateBytes(parameters, recipe.grad_bytes * count, sum(copies * size for copies, size in of_each))
+    of_optimizer = sum(n * optimizer_bytes(shape, recipe, optimizer, step_counters) for shape, n in trained.values())
+    return StateBytes(parameters, recipe.grad_bytes * count(trained), of_optimizer)
 
 
 def optimizer_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str, step_counters: bool = False) -> int:
@@ -309,7 +93,6 @@ def optimizer_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str, step
 #     2       2P + (2P + 12P)/dp        2 P     2 P    the same, each bucket during backward
 #     3       (2P + 2P + 12P)/dp          0     3 P    all-gather twice, reduce-scatter
 
-Place = Literal["device", "host", "disk"]
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 _ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
 _SHARDED_FROM_STAGE = (3, 2, 1)  # parameters, gradients, optimizer
@@ -364,19 +147,6 @@ def zero_bytes_per_parameter(
     optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
     kinds = zip((recipe.param_bytes, recipe.grad_bytes, optimizer), _SHARDED_FROM_STAGE, strict=True)
     return sum(size / dp_size if stage >= first else size for size, first in kinds)
-
-
-@dataclass(frozen=True)
-class Offload(Checked):
-    """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
-
-    activations   where they wait between the forward and the backward pass of their micro-batch
-    Source        Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
-    """
-
-    optimizer: Place = "device"
-    parameters: Place = "device"
-    activations: Place = "device"
 
 
 @checked

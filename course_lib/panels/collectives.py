@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from course_lib.config import preset
 from course_lib.flops import step_flops
 from course_lib.hardware import GPUS, Cluster, gpu, link, peak_flops
-from course_lib.memory.states import count_parameters
 from course_lib.panels.controls import controls, named, of_table, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Box, Chart, bars, columns
 from course_lib.span import COMPUTE, Span
+from course_lib.tensors import count_parameters
 from course_lib.timing import bus_factor, collective_costs, collective_s, dp_spans, exposed_s, fastest
 from course_lib.units import show_bytes, show_seconds
 

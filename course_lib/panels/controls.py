@@ -8,9 +8,8 @@ from course_lib.layout import Layout
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.record import DEFAULTS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
-from course_lib.memory.states import OPTIMIZERS, RECIPES
 from course_lib.panels.record import Control, Value
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, RECIPES, Run
 
 Options = tuple[tuple[str, Value], ...]
 

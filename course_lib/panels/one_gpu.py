@@ -9,11 +9,12 @@ from course_lib.flops import step_flops
 from course_lib.hardware import GPUS, gpu
 from course_lib.memory.activations import layer_terms, part_of
 from course_lib.memory.budget import budgets, fits
-from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.palette import KINDS
 from course_lib.panels.controls import controls, named, of_table, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Box, Chart, bars, columns
+from course_lib.run import OPTIMIZERS
+from course_lib.tensors import count_parameters
 from course_lib.units import show_bytes
 
 COMPARED = ("t4", "a100-40", "h100", "h200", "b200")

@@ -11,16 +11,17 @@ from course_lib.config import MOE_PRESETS, PRESETS, preset
 from course_lib.engines import ENGINES
 from course_lib.hardware import CLUSTERS, GPUS, gpu
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA, recipe_of, state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, of_table, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.runs import compared
 from course_lib.panels.svg import bars
 from course_lib.plan import Job, Plan, explain, export, options_table, search, work_out
-from course_lib.plan.config_files import files_for
 from course_lib.plan.measured import MODELS
 from course_lib.plan.search import one_of_each_kind
+from course_lib.run import recipe_of
 from course_lib.shapes import Shape, read_model
+from course_lib.tensors import LoRA
 from course_lib.units import read_tokens, show_bytes
 
 
@@ -123,7 +124,7 @@ def _draw_rank(job: str, **values) -> Shown:
     runs = {"best": best.run} | ({"yours": yours.run} if yours.run != best.run else {})
     charts, _ = compared("Yours and the best", runs, "best", JOBS[job].cluster, JOBS[job].engine)
     if not yours.fits:
-        missing = show_bytes(yours.missing_bytes)
+        missing = show_bytes(yours.memory_bytes - yours.usable_bytes)
         return charts, f"Your layout does not fit: {missing} too many. The best is {best.layout}."
     rank = f"Rank {num_faster + 1} of the {len(found.ranked)} fastest that fit"
     if num_faster == len(found.ranked):
@@ -174,10 +175,8 @@ def planned(values: Mapping, file: str = "", text: str = "") -> tuple[Shown, lis
     found = search(_job_asked(values, shape))
     told = [f"note: {sentence}" for sentence in shape.left_out.values()]
     table = options_table(one_of_each_kind(found.ranked)[:_ROWS], found.best)
-    written = export(found.best, found.job.cluster.gpus_per_node)
-    own = files_for(found.job.engine)
-    files, refused = ({name: each[name] for name in own if name in each} for each in written)
-    return plan_shown(found), [*told, *table, "", *explain(found)], files, refused
+    written = export(found.best, found.job.cluster.gpus_per_node, found.job.engine)
+    return plan_shown(found), [*told, *table, "", *explain(found)], *written
 
 
 def _draw_states(**values) -> Shown:

@@ -15,13 +15,13 @@ from course_lib.hardware import Cluster
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import CP_METHODS, fewer_at_the_ends
 from course_lib.memory.budget import fullest_budget
-from course_lib.memory.states import Offload, count_parameters, for_length, recipe_of
 from course_lib.palette import KINDS
 from course_lib.panels.controls import cluster_of, controls, layout_of, named, powers, run_of
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import bars
-from course_lib.run import Run
+from course_lib.run import Offload, Run, recipe_of
 from course_lib.schedules import SCHEDULES
+from course_lib.tensors import count_parameters, for_length
 from course_lib.traffic import sent
 from course_lib.units import show_bytes, show_seconds
 

@@ -218,7 +218,7 @@ def drawing(title: str, said: str, charts: Iterable[Chart]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {high}" role="img" '
         f'width="100%" style="max-width:900px" font-family="system-ui, sans-serif" font-size="12">'
-        f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{_CSS}</style>"
+        f"<title>{escape(title)}</title><desc>{escape(f'{told(title)}. {told(said)}')}</desc><style>{_CSS}</style>"
         f"<defs>{patterns}{_HEAD * bool('-head)' in body)}</defs>"
         f'<rect class="ground" width="{WIDTH}" height="{high}" fill="#fff"/>{body}</svg>'
     )

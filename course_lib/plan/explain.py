@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
-from course_lib.memory.states import count_parameters, recipe_of, state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.plan.search import Plan
+from course_lib.run import recipe_of
+from course_lib.tensors import count_parameters
 from course_lib.units import aligned
 from course_lib.validate import checked
 
@@ -20,8 +22,11 @@ def explain(plan: Plan) -> list[str]:
     lines = [*_fit(plan), *_batch(plan), *_throughput(plan)]
     if plan.rejected:
         lines.append("The nearest layouts that lost:")
+    own = plan.best.layout.to_dict()
     for layout, reason in plan.rejected:
-        lines += [f"   {changes(plan.best, layout)}", f"      {reason}"]
+        other = {name: value for name, value in layout.to_dict().items() if value != own[name]}
+        changes = ", ".join(f"{name}={value} instead of {own[name]}" for name, value in other.items())
+        lines += [f"   {changes}", f"      {reason}"]
     return lines
 
 
@@ -35,20 +40,19 @@ def _fit(plan: Plan) -> list[str]:
         f"1. Fit. {count_parameters(job.config) / 1e9:.2f} billion parameters{each}: {states / GB:,.0f} GB of states; "
         f"{article} {name} has {best.usable_bytes / GB:.1f} GB."
     ]
-    if layout.tp > 1:
-        lines.append(f"   tp {layout.tp}: each matrix is cut over {layout.tp} GPUs of a node; tokens between them too.")
-    if layout.pp > 1:
-        lines.append(f"   pp {layout.pp}: {layout.num_stages} stages of layers, schedule {layout.schedule}.")
-    if layout.ep > 1:
-        lines.append(f"   ep {layout.ep}: the experts of a layer are spread over {layout.ep} GPUs.")
-    if layout.cp > 1:
-        lines.append(f"   cp {layout.cp}: each sequence is cut into {job.seq_len // layout.cp:,} tokens for each GPU.")
+    cuts = {
+        "tp": f"each matrix is cut over {layout.tp} GPUs of a node; tokens between them too",
+        "pp": f"{layout.num_stages} stages of layers, schedule {layout.schedule}",
+        "ep": f"the experts of a layer are spread over {layout.ep} GPUs",
+        "cp": f"each sequence is cut into {job.seq_len // layout.cp:,} tokens for each GPU",
+    }
+    lines += [
+        f"   {axis} {getattr(layout, axis)}: {words}." for axis, words in cuts.items() if getattr(layout, axis) > 1
+    ]
     if layout.zero_stage:
-        what, inside = (
-            _STAGES[layout.zero_stage],
-            f", {layout.dp_replicate} replicas (HSDP)" * (layout.dp_replicate > 1),
-        )
-        lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
+        inside = f", {layout.dp_replicate} replicas (HSDP)" if layout.dp_replicate > 1 else ""
+        what, ranks = _STAGES[layout.zero_stage], layout.shard_size
+        lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {ranks} GPUs{inside}.")
     again = _RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
     few, most = (size / GB for size in best.memory_range)
@@ -88,12 +92,6 @@ def _throughput(plan: Plan) -> list[str]:
         f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU; nine "
         f"in ten such runs: {slow:,.0f} to {fast:,.0f}.",
     ]
-
-
-def changes(best: Estimate, layout) -> str:
-    """What differs from the best layout, as name=value."""
-    own, other = best.layout.to_dict(), layout.to_dict()
-    return ", ".join(f"{name}={value} instead of {own[name]}" for name, value in other.items() if value != own[name])
 
 
 @checked

@@ -9,8 +9,8 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import Cluster, nodes_of
 from course_lib.layout import Layout
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Offload
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, RECIPES, Offload, Run
+from course_lib.tensors import LoRA
 from course_lib.validate import Size, check_fields, checked, whole
 
 _WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline
@@ -59,9 +59,8 @@ class Job:
         recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         if self.facts.regathers and layout.sequence_parallel and not layout.regather:
             layout = replace(layout, regather=layout.tp > 1)  # as this engine always does
-        how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
-        how |= {"loss_chunks": self.loss_chunks, "fp8": self.fp8}
-        return Run(self.config, layout, self.seq_len, recipe, **how)
+        how = ("optimizer", "lora", "offload", "attention", "loss_chunks", "fp8")
+        return Run(self.config, layout, self.seq_len, recipe, **{name: getattr(self, name) for name in how})
 
 
 @checked

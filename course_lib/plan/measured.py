@@ -8,7 +8,6 @@ All finished runs of 8B on 8 and on 64 GPUs and of 80B on 128 GPUs are there, an
 
 import csv
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +54,8 @@ def measured_job(model: Literal[tuple(MODELS)], num_gpus: Size) -> Job:
 @checked
 def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -> list[MeasuredRun]:
     """Return a model's measured runs on so many GPUs, fastest first; without a number on any."""
-    of_model = [run for run in _all_runs() if run.model == model]
+    with PATH.open(newline="") as file:
+        of_model = [_run_of(row) for row in csv.DictReader(file) if row["model"] == model]
     found = [run for run in of_model if num_gpus in (None, run.num_gpus)]
     if not found:
         known = ", ".join(map(str, sorted({run.num_gpus for run in of_model})))
@@ -63,14 +63,9 @@ def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -
     return sorted(found, key=lambda run: -run.tokens_per_s_per_gpu)
 
 
-@lru_cache(maxsize=1)
-def _all_runs() -> tuple[MeasuredRun, ...]:
-    with PATH.open(newline="") as file:
-        rows, runs = list(csv.DictReader(file)), []
-    for row in rows:
-        sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
-        with_tp = sizes["tp"] > 1
-        layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=with_tp, regather=with_tp)
-        speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
-        runs.append(MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB))
-    return tuple(runs)
+def _run_of(row: dict[str, str]) -> MeasuredRun:
+    sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
+    with_tp = sizes["tp"] > 1
+    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=with_tp, regather=with_tp)
+    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
+    return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)

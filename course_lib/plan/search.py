@@ -7,7 +7,7 @@ and is faster than that is missing there. Of a layout that does not fit, the byt
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush, nsmallest
 from itertools import count
 from math import gcd, inf
@@ -18,10 +18,10 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.budget import overheads_of
 from course_lib.memory.peak import instants, stage_of
-from course_lib.memory.states import recipe_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
-from course_lib.timing.exchange import numel_of_rank
+from course_lib.run import recipe_of
+from course_lib.timing.data import numel_of_rank
 from course_lib.timing.layer import stages_of
 from course_lib.timing.step import StepTime, least_waiting_slots, step_time
 from course_lib.validate import Size, checked
@@ -29,7 +29,6 @@ from course_lib.validate import Size, checked
 ENOUGH = 16  # layouts of a list
 _LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
-_DECIDE_LAYERS = ("cp", "tp", "ep", "expert_tp", "sequence_parallel", "regather", "micro_batch", "recompute")
 OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
@@ -62,7 +61,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     if not ranked:
         raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
-    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
+    return Plan(job, best, ranked, front(ranked), tuple(_nearest(job, best, ranked, lost)), num_tried)
 
 
 def ranked_s(option: Estimate) -> float:
@@ -116,7 +115,6 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
     the least seconds that it could take, a layout with the seconds that it takes. Whatever is next is the fastest that
     is left: a shape becomes layouts, of a layout it is asked whether it fits."""
     found, lost, refused, ties, usable = [], [], [], count(), job.cluster.gpu.usable_bytes
-    known_s: dict[tuple, float] = {}
     waiting: list[tuple[float, int, Layout, bool]] = []
     next_s = 0.0
 
@@ -130,12 +128,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Estimate, ...], list[La
             except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
 
-    def least(shape: Layout) -> float:
-        key = tuple(getattr(shape, name) for name in _DECIDE_LAYERS)
-        if key not in known_s:
-            known_s[key] = _layers_s(job, shape)
-        return least_s(job, shape, known_s[key])
-
+    least = partial(least_s, job)
     wait(shapes(job), least, is_shape=True)
     while waiting:
         next_s, _, layout, is_shape = waiting[0]
@@ -164,24 +157,24 @@ def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
     return bound_s > seconds[0] / (1 - TOLD_APART) and len(seconds) >= enough and bound_s >= seconds[enough - 1]
 
 
-def least_s(job: Job, layout: Layout, layers_s: float | None = None) -> float:
+def least_s(job: Job, layout: Layout) -> float:
     """Seconds that a step takes at least: the work of all layers, spread over the pipeline's ranks as well as can be.
 
     Of 1F1B rank r has m micro-batches to do, and the stages before it one: with c_r for a micro-batch on rank r a step
     takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are equal, and then is the sum
     of all c over 1 - (1 - 1/m)^pp. Of other schedules the waits of equal stages are known.
     """
-    one_s, m = layers_s or _layers_s(job, layout), layout.micro_batches
+    dp = layout.ep // gcd(layout.ep, layout.cp * layout.fold)
+    alike = {"zero_stage": _least_zero(job), "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    one_s, m = _layers_s(job, replace(layout, pp=1, dp=dp, **alike)), layout.micro_batches
     if layout.schedule == "1f1b":
         return one_s / (1 - (1 - 1 / m) ** layout.pp)
     return (m + least_waiting_slots(layout.schedule, layout.pp, layout.v)) * one_s / layout.pp
 
 
-def _layers_s(job: Job, layout: Layout) -> float:
-    """Seconds of all layers on one stage, for one micro-batch."""
-    dp = layout.ep // gcd(layout.ep, layout.cp * layout.fold)
-    alike = {"zero_stage": _least_zero(job), "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
-    alone = replace(layout, pp=1, dp=dp, **alike)
+@lru_cache(maxsize=1024)
+def _layers_s(job: Job, alone: Layout) -> float:
+    """Seconds of all layers on one stage, for one micro-batch: of layouts that differ in nothing else."""
     return sum(seconds for part, seconds in _step_time(job, alone).parts.items() if part in OF_LAYERS)
 
 
@@ -201,7 +194,7 @@ def least_bytes(job: Job, layout: Layout, rank: int, enough: float = inf) -> flo
     param_bytes = recipe.param_bytes * (offload.parameters == "device")
     is_plain = job.optimizer == "adamw" and offload.optimizer == "device"
     optimizer_bytes = (recipe.master_bytes + recipe.moment_bytes) * is_plain
-    shape, states, gradients = replace(layout, zero_stage=_least_zero(job), dp_replicate=1), 0.0, 0.0
+    shape, states, gradients = _unsharded(job, layout), 0.0, 0.0
     sizes = zip(_numel(job, shape, rank), (layout.shard_size, layout.expert_shard_size), strict=True)
     for numel, ranks in () if job.lora else sizes:
         of_stage = [numel / (ranks if zero >= stage else 1) for stage in (1, 2, 3)]
@@ -210,6 +203,11 @@ def least_bytes(job: Job, layout: Layout, rank: int, enough: float = inf) -> flo
     if states + gradients > enough or job.facts.log_first:
         return states + gradients
     return states + max(gradients, _saved_bytes(job, shape, rank)) + sum(overheads_of(_part(job, shape).run).values())
+
+
+@lru_cache(maxsize=16)
+def _unsharded(job: Job, layout: Layout) -> Layout:
+    return replace(layout, zero_stage=_least_zero(job), dp_replicate=1)
 
 
 @lru_cache(maxsize=1024)
@@ -242,7 +240,11 @@ def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
     leanest = _leanest(job, lost)
-    ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
+    ways = [
+        f"{change}: {one.room}, {one.memory_bytes / GB:.1f} of {usable / GB:.1f} GB, "
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        for change, one in nearest(leanest.run, job.cluster, job.engine).items()
+    ]
     return (
         f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
         f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "
@@ -261,15 +263,14 @@ def _leanest(job: Job, lost: list[Layout]) -> Estimate:
     return leanest
 
 
-def _nearest(
-    job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
-) -> tuple[tuple[Layout, str], ...]:
+def _nearest(job: Job, best: Estimate, ranked: Sequence[Estimate], lost: Sequence[Layout]) -> list[tuple[Layout, str]]:
     """Say of the two that differ in the fewest choices, and of these need least memory, why they lost."""
-    layouts = [layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout]
-    most = max(nsmallest(2, (differences(best.layout, layout) for layout in layouts)), default=0)
-    near = [work_out(job, layout) for layout in layouts if differences(best.layout, layout) <= most]
-    near.sort(key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))
-    return tuple((option.layout, _why(best, option)) for option in near[:2])
+    layouts = (layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout)
+    apart = {layout: differences(best.layout, layout) for layout in layouts}
+    most = max(nsmallest(2, apart.values()), default=0)
+    near = [work_out(job, layout) for layout, num_choices in apart.items() if num_choices <= most]
+    near.sort(key=lambda option: (apart[option.layout], option.memory_bytes))
+    return [(option.layout, _why(best, option)) for option in near[:2]]
 
 
 def _why(best: Estimate, option: Estimate) -> str:

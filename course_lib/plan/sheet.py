@@ -175,18 +175,16 @@ def next_step(rows: list[Row]) -> str:
     return f"{told}\nWhat cuts that: {_CUTS_WAITING[part]}."
 
 
-def _folder() -> Path:
-    """runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder. The
-    environment variable COURSE_SHEETS names another."""
-    if named := os.environ.get("COURSE_SHEETS"):
-        return Path(named)
+def _file(name: str) -> Path:
+    """NAME.json in runs/sheets beside notebooks/, from a notebook or from the folder above; else of the working folder.
+    The environment variable COURSE_SHEETS names another folder."""
     here = Path.cwd()
     root = next((path for path in (here, *here.parents[:2]) if (path / "notebooks").is_dir()), here)
-    return root / "runs" / "sheets"
+    return Path(os.environ.get("COURSE_SHEETS") or root / "runs" / "sheets") / f"{name}.json"
 
 
 def _kept(one: Sheet) -> Sheet:
-    path = _folder() / f"{one.name}.json"
+    path = _file(one.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(one.choice), indent=2) + "\n", encoding="utf-8")
@@ -205,13 +203,11 @@ def sheet(name: str, **choice) -> Sheet:
         raise ValueError(f"name is {show(name)}; it must be letters, digits, - and _, such as my-8b")
     if unknown := set(choice) - set(Choice.__dataclass_fields__):
         raise ValueError(f"a sheet has no {', '.join(sorted(unknown))}; give {', '.join(Choice.__dataclass_fields__)}")
-    path = _folder() / f"{name}.json"
-    if not choice and not path.exists():
-        return Sheet(name, Choice())
-    if choice:
-        made = Choice(**choice)
-        made.job()
-        return _kept(Sheet(name, made))
+    path = _file(name)
+    if choice or not path.exists():
+        made = Sheet(name, Choice(**choice))
+        made.choice.job()
+        return _kept(made) if choice else made
     told = read_json(path)
     try:
         made = Choice(**{**told, "decided": tuple(told.get("decided", ()))})

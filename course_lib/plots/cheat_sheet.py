@@ -16,11 +16,12 @@ from course_lib.hardware import GPUS, Cluster, gpu, link
 from course_lib.language import language, spoken
 from course_lib.layout import Layout
 from course_lib.memory.activations import layer_terms, part_of
-from course_lib.memory.states import RECIPES, count_parameters, zero_bytes_per_parameter
+from course_lib.memory.states import zero_bytes_per_parameter
 from course_lib.plots.style import speak_korean
-from course_lib.run import Run
+from course_lib.run import RECIPES, Run
 from course_lib.schedules import make, simulate
 from course_lib.schedules.simulator import Costs
+from course_lib.tensors import count_parameters
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.traffic.collectives import collective_bytes

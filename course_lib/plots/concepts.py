@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from textwrap import fill
 
-from course_lib.language import told_svg
+from course_lib.language import told, told_svg
 from course_lib.panels.svg import Chart, drawing
 from course_lib.validate import checked, one_of
 
@@ -49,7 +49,7 @@ def show_charts(title: str, *charts: Chart) -> None:
         raise ValueError("there is no bar to draw; give at least one row")
     said = []
     for chart in charts:
-        rows = "; ".join(f"{label} {chart.notes.get(label, '')}".strip() for label in chart.rows)
-        words = [chart.title] * (chart.title != title) + [rows] * bool(chart.notes)
-        said.append(f"{': '.join(words) or ', '.join(chart.rows)}.")
-    display(Concept(drawing(f"Picture: {title}", " ".join(said), charts)))
+        rows = "; ".join(f"{told(label)} {told(chart.notes.get(label, ''))}".strip() for label in chart.rows)
+        words = [told(chart.title)] * (chart.title != title) + [rows] * bool(chart.notes)
+        said.append(f"{': '.join(words) or ', '.join(map(told, chart.rows))}.")
+    display(Concept(drawing(f"Picture: {told(title)}", " ".join(said), charts)))

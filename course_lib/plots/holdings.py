@@ -7,10 +7,10 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.memory.budget import states_of
 from course_lib.memory.flats import layers_of
-from course_lib.memory.states import count_parameters
 from course_lib.palette import RANK_COLORS, mix
 from course_lib.plots.style import key, labelled_box, picture_axes, write
 from course_lib.run import Run
+from course_lib.tensors import count_parameters
 from course_lib.units import three_digits
 from course_lib.validate import checked
 

@@ -6,12 +6,11 @@ with LiveCurve("Loss of each step", steps=200) as curve:
 
 import numbers
 import time
-from io import BytesIO
 
 import matplotlib.pyplot as plt
 
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES
-from course_lib.plots.style import FULL_WIDTH_IN, SHARPNESS, describe, finish, in_notebook, picture_output, style
+from course_lib.plots.style import FULL_WIDTH_IN, drawn, finish, in_notebook, style
 from course_lib.validate import Size, checked
 
 REDRAW_S = 0.5
@@ -75,10 +74,9 @@ class LiveCurve:
     def _show(self) -> None:
         from IPython.display import display, update_display
 
-        figure, buffer = self.figure(), BytesIO()
+        figure = self.figure()
         with style():
-            figure.savefig(buffer, format="png", dpi=SHARPNESS * figure.dpi)
-        data, metadata = picture_output(buffer.getvalue(), describe(figure), f"<curves: {self.title}>")
+            data, metadata = drawn(figure, f"<curves: {self.title}>")
         plt.close(figure)
         if self._display_id is None:
             self._display_id = display(data, raw=True, metadata=metadata, display_id=True).display_id

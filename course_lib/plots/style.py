@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.font_manager import FontManager, fontManager
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
-from matplotlib.ticker import FixedFormatter
+from matplotlib.ticker import FixedLocator
 
 from course_lib.language import language, told
 from course_lib.palette import text_on
@@ -109,14 +109,11 @@ def finish(figure, title: str = "") -> None:
     """Show the figure, under a title of all panels if there is one, and free it: an open one is memory lost."""
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    if language() != "en":
-        speak_korean(figure)
     if in_notebook():
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", bbox_inches="tight", dpi=SHARPNESS * figure.dpi)
-        data, metadata = picture_output(buffer.getvalue(), describe(figure), repr(figure))
+        data, metadata = drawn(figure, repr(figure), bbox_inches="tight")
         sys.modules["IPython"].display.display(data, raw=True, metadata=metadata)
     else:
+        speak_korean(figure)
         plt.show()
     plt.close(figure)
 
@@ -150,16 +147,23 @@ def korean_font() -> str | None:
 
 
 def speak_korean(figure) -> None:
-    """Put a figure's words into Korean, where there is a font for them."""
-    font = korean_font()
-    if font is None:
+    """Put a figure's words into Korean, where that is asked for and there is a font for them."""
+    if language() == "en" or (font := korean_font()) is None:
         return
     for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
-        if isinstance(axis.get_major_formatter(), FixedFormatter):
+        if isinstance(axis.get_major_locator(), FixedLocator):  # names, or places, given by hand
             axis.set_ticklabels([told(label.get_text()) for label in axis.get_ticklabels()])
     for text in figure.findobj(Text):
         text.set_text(told(text.get_text()))
         text.set_fontfamily(["DejaVu Sans", font])
+
+
+def drawn(figure, plain: str, **look) -> tuple[dict, dict]:
+    """Return a figure in the reader's language as a cell's output; look as Figure.savefig has it."""
+    speak_korean(figure)
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=SHARPNESS * figure.dpi, **look)
+    return picture_output(buffer.getvalue(), describe(figure), plain)
 
 
 def picture_output(png: bytes | memoryview, alt: str, plain: str) -> tuple[dict, dict]:
@@ -187,7 +191,7 @@ def describe(figure) -> str:
     words = {name: "; ".join(_distinct(texts)) for name, texts in parts.items()}
     inside = [text.get_text() for panel in panels for text in panel.texts]
     words["Picture"] = words["Picture"] or "; ".join(_distinct(inside)[:8])
-    return " ".join(f"{name}: {text.rstrip('.')}." for name, text in words.items() if text)
+    return " ".join(f"{told(name)}: {text.rstrip('.')}." for name, text in words.items() if text)
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token, attention_parameters, mlp_parameters
 from course_lib.hardware import Cluster
-from course_lib.memory.states import recipe_of
-from course_lib.run import Run
+from course_lib.run import Run, recipe_of
 from course_lib.timing.collectives import collective_s, ranks_in_a_node
 from course_lib.timing.rates import Utilisation
 from course_lib.validate import checked

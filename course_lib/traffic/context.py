@@ -16,8 +16,9 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 
 from dataclasses import replace
 
-from course_lib.memory.states import kv_block_bytes, narrow, recipe_of
-from course_lib.run import Run
+from course_lib.memory.states import kv_block_bytes
+from course_lib.run import Run, recipe_of
+from course_lib.tensors import narrow
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
 

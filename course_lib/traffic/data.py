@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import Flat, layers_of
-from course_lib.memory.states import recipe_of, wire_grad_bytes
-from course_lib.run import Run
+from course_lib.memory.states import wire_grad_bytes
+from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
 

@@ -15,8 +15,7 @@ from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.flats import layers_of
-from course_lib.memory.states import recipe_of
-from course_lib.run import Run
+from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
 from course_lib.validate import Index, Size, checked, one_of

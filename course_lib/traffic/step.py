@@ -23,8 +23,8 @@ from dataclasses import replace
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import piece_sizes, stage_config
 from course_lib.memory.flats import flats_of, layers_of
-from course_lib.memory.states import recipe_of, wire_grad_bytes
-from course_lib.run import Run
+from course_lib.memory.states import wire_grad_bytes
+from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call, sent_bytes
 from course_lib.traffic.context import attention_calls
 from course_lib.traffic.data import gradient_calls, held, load_calls

@@ -22,8 +22,8 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
 from course_lib.memory.flats import Flat, different_terms_over_tp, layers_of
-from course_lib.memory.states import recipe_of, wire_grad_bytes
-from course_lib.run import Run
+from course_lib.memory.states import wire_grad_bytes
+from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
 from course_lib.validate import Index

@@ -47,10 +47,9 @@ from course_lib.launch.limits import usable_memory
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import FP64
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
-from course_lib.run import Run
+from course_lib.run import FP64, Run
 from course_lib.train import log as train_log
 from course_lib.train.health import compare_ranks, not_finite_on
 from course_lib.train.options import Options, check_folders, check_world, read

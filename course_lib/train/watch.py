@@ -14,6 +14,7 @@ import psutil
 
 from course_lib.train import log as train_log
 from course_lib.train.health import slowest_rank
+from course_lib.units import aligned
 from course_lib.validate import Amount, Index, Positive, Size, checked
 
 _OWN_PARTS = ("forward_s", "backward_s", "optimizer_s")  # what a rank does alone: step_clock.py
@@ -176,8 +177,8 @@ def _named(ranks: Sequence[RankNow]) -> str:
 # --- as text
 
 COLUMNS = {
-    "rank": 4, "steps": 8, "loss": 9, "tokens/s": 10, "MFU": 7, "memory": 10, "a step": 9, "computes": 10, "waits": 9,
-    "last line": 11, "state": 10,
+    "rank": 4, "steps": 6, "loss": 7, "tokens/s": 8, "MFU": 5, "memory": 8, "a step": 7, "computes": 8, "waits": 7,
+    "last line": 9, "state": 8,
 }  # fmt: skip
 
 
@@ -198,8 +199,7 @@ def run_table(run: RunNow) -> list[str]:
             one.state,
         )
         rows.append(cells)
-    lines = ["".join(f"{cell:>{w}}" for cell, w in zip(row, COLUMNS.values(), strict=True)) for row in rows]
-    return [*lines, run.finding]
+    return [*aligned(rows, tuple(COLUMNS.values())), run.finding]
 
 
 def _shown(value: float | None, form: str) -> str:

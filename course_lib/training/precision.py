@@ -1,6 +1,6 @@
 """In which dtype a number is kept, and how AdamW works when the parameters are too coarse to add small updates to.
 
-Bytes per parameter of each precision (the names are those of `memory.states.RECIPES`):
+Bytes per parameter of each precision (the names are those of `run.RECIPES`):
 
     name                      parameter  gradient  master  moments   sum
     fp32                          4          4        -       8       16

@@ -54,7 +54,7 @@ def arithmetic(package: Path) -> bytes:
 
     parts = [*(package / name for name in ("__init__.py", *floors()["0"], "templates")), *package.glob("*.toml")]
     inside = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*"))]
-    read = (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch")  # code, tables, files for other programs
+    read = (".py", ".toml", ".csv", ".args", ".yaml", ".json", ".sbatch", ".sh")  # code, tables, files for programs
     found = {path: path.relative_to(package.parent) for path in inside if path.suffix in read}
     of_yaml = Path(yaml.__file__).parent
     found |= {path: path.relative_to(of_yaml.parent) for path in of_yaml.glob("*.py")}

@@ -65,7 +65,7 @@ class Grid(widgets.VBox):
         self.cells = [[widgets.Button(layout=look) for _ in row] for row in control.cells(value)]
         for r, row in enumerate(self.cells):
             for c, cell in enumerate(row):
-                cell.tooltip = f"rank {r}, column {c}"
+                cell.tooltip = told(f"rank {r}, column {c}")
                 cell.on_click(partial(self._press, r, c))
         rows = [widgets.HBox([widgets.Label(str(r), layout=look), *row]) for r, row in enumerate(self.cells)]
         super().__init__([self.option, widgets.VBox(rows, layout=widgets.Layout(overflow="auto")), self.typed])
@@ -117,7 +117,7 @@ def play(panel: Panel, measure: Callable[..., Shown] | None = None, **start) -> 
 
     def slowly(name: str, function: Callable[..., Shown]) -> widgets.Button:
         def pressed(button: widgets.Button) -> None:
-            button.disabled, result.value = True, "working ..."
+            button.disabled, result.value = True, told("working ...")
             try:
                 result.value = html(answer_of(name, lambda: function(**current())))
             except Exception as error:  # a callback's error is seen nowhere else

@@ -8,8 +8,9 @@ from pathlib import Path
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from course_lib.language import told
 from course_lib.plots.run_log import HEIGHT_IN, draw_run, run_rows
-from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
+from course_lib.plots.style import FULL_WIDTH_IN, picture_output, speak_korean, style
 from course_lib.train.watch import RunNow, look, read_run, run_table
 from course_lib.validate import Positive, checked
 
@@ -25,7 +26,7 @@ class Watched(widgets.VBox):
             return super()._repr_mimebundle_(**kwargs)
         bundle = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
-        alt = "Pictures of a run: its loss, its speed, its memory; run the cell to renew them."
+        alt = told("Pictures of a run: its loss, its speed, its memory; run the cell to renew them.")
         png, metadata = picture_output(image.value, alt, alt)
         return data | png, metadata
 
@@ -36,6 +37,7 @@ def _run_png(folder: str | Path, now: RunNow) -> bytes:
     with style():
         figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, *rows, now.finding)
+        speak_korean(figure)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
@@ -48,8 +50,9 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
     Without a click they stand as they are: the run may be over. A cell that trains in this kernel keeps it busy, so
     watch a run of another process, or one in the background.
     """
-    follow = widgets.ToggleButton(description="Watch", tooltip="renew the pictures until the run has ended")
-    refresh = widgets.Button(description="Refresh", tooltip="look once more", button_style="info")
+    tooltip = told("renew the pictures until the run has ended")
+    follow = widgets.ToggleButton(description=told("Watch"), tooltip=tooltip)
+    refresh = widgets.Button(description=told("Refresh"), tooltip=told("look once more"), button_style="info")
     image, text = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none")), widgets.HTML()
     tasks: list[asyncio.Task] = []
 
@@ -60,9 +63,9 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
             image.value = _run_png(folder, now)
         except Exception as error:  # a callback's error is seen nowhere else
             image.layout.display = "none"
-            text.value = f"<b>Not possible.</b> {escape(str(error))}"
+            text.value = f"<b>{told('Not possible.')}</b> {escape(told(str(error)))}"
             return True
-        lines = escape("\n".join(run_table(now)))
+        lines = escape(told("\n".join(run_table(now))))
         text.value, image.layout.display = f'<pre style="overflow-x: auto">{lines}</pre>', None
         return not now.ended
 
@@ -72,7 +75,7 @@ def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
         follow.value = False
 
     def pressed(change: dict) -> None:
-        follow.description = "Stop" if follow.value else "Watch"
+        follow.description = told("Stop" if follow.value else "Watch")
         if follow.value:
             tasks[:] = [asyncio.ensure_future(renew())]  # kept: a task that nobody holds may be collected
 

@@ -13,8 +13,9 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import LoRA, Offload, state_bytes
-from course_lib.run import Run
+from course_lib.memory.states import state_bytes
+from course_lib.run import Offload, Run
+from course_lib.tensors import LoRA
 from course_lib.units import read_tokens
 
 QWEN3_8B = {

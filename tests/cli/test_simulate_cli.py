@@ -11,7 +11,7 @@ from course_lib.config import preset
 from course_lib.hardware import gpu
 from course_lib.layout import Layout
 from course_lib.run import Run
-from course_lib.simulate.cluster import SimulatedRank, SimulatedRanks
+from course_lib.simulate.cluster import SimulatedRank
 
 LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
 TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64", "--recipe", "fp32"]
@@ -81,6 +81,6 @@ def test_it_says_fits_tight_or_does_not_fit(usable, room):
     """Tensors alone may be too many; where they are not, there is also what is no tensor, and the error bar."""
     run = Run(preset("toy"), Layout(), 64)
     rank = SimulatedRank(0, {}, (0,), 2, 101, {"activations": 100, "optimizer": 1}, {}, {}, 0, 0, 0.0)
-    found = report(SimulatedRanks(run, [rank], 0.0), replace(gpu("h100"), usable_bytes=usable))
+    found = report(run, [rank], replace(gpu("h100"), usable_bytes=usable))
     assert (found["room"], found["fits"]) == (room, room != "does not fit")
     assert what_fits(found).startswith(f"{room}: stage 0 needs ")

@@ -9,7 +9,7 @@ from course_lib.compare import five_d_profile
 from course_lib.compare.five_d_profile import first_times, measure_five_d
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.states import RECIPES
+from course_lib.run import RECIPES
 from course_lib.traffic import sent
 from course_lib.training.precision import ENGINE_RECIPES
 

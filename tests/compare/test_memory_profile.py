@@ -8,8 +8,8 @@ from course_lib.launch.limits import slowness
 from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import RECIPES, state_bytes
-from course_lib.run import Run
+from course_lib.memory.states import state_bytes
+from course_lib.run import RECIPES, Run
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)
 

@@ -12,7 +12,6 @@ from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.measure.storages import replaced
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import LoRA
 from course_lib.minimal.lora import add_lora
 from course_lib.model import build, moe
 from course_lib.parallel.data import BucketedDP, Sharing
@@ -20,6 +19,7 @@ from course_lib.parallel.engine import ModelEngine, make_optimizer, step
 from course_lib.run import Run
 from course_lib.simulate.cluster import STATES, plan_assignments, start_optimizer
 from course_lib.simulate.fake_world import fake_world
+from course_lib.tensors import LoRA
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.training import make_optimizer as optimizer_of_one_device
 from course_lib.training import train_step

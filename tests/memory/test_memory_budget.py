@@ -10,11 +10,11 @@ from random_layouts import LLAMA, MODELS, SEQ_LEN
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fits
-from course_lib.memory.states import FP64, LoRA, Offload, count_parameters
 from course_lib.model import build
-from course_lib.run import Run
+from course_lib.run import FP64, Offload, Run
 from course_lib.simulate import simulate_rank, simulate_ranks
 from course_lib.simulate.cluster import STATES
+from course_lib.tensors import LoRA, count_parameters
 from course_lib.training import offload_activations
 
 LLAMA_8B = preset("llama-3.1-8b")
@@ -40,7 +40,7 @@ def test_the_update_peaks_where_torch_s_adamw_does(layout, implementation):
         replace(LLAMA, num_layers=2), Layout.parse(layout), 8, "fp32",
         device="cpu", optimizer_implementation=implementation,
     )  # fmt: skip
-    for predicted, found in zip(budgets(run), simulate_ranks(run).ranks, strict=True):
+    for predicted, found in zip(budgets(run), simulate_ranks(run), strict=True):
         assert predicted.moment == "update" or implementation == "fused"
         assert {kind: getattr(predicted, kind) for kind in STATES} == found.states
         # fused ones need no work space: there the largest moment is a backward, or the engine's clipping, which squares

@@ -7,9 +7,10 @@ from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, states_of
 from course_lib.memory.flats import flats_of
-from course_lib.memory.states import count_parameters, padded
+from course_lib.memory.states import padded
 from course_lib.model import Llama
 from course_lib.run import Run
+from course_lib.tensors import count_parameters
 
 TOY, MOE = preset("toy"), preset("toy-moe")
 

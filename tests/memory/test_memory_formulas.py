@@ -17,16 +17,10 @@ from course_lib.memory.activations import (
     selective_flops_share,
 )
 from course_lib.memory.budget import budget, budgets, fits
-from course_lib.memory.states import (
-    OPTIMIZERS,
-    LoRA,
-    count_parameters,
-    lora_parameters,
-    parameter_shapes,
-    state_bytes,
-)
+from course_lib.memory.states import state_bytes
 from course_lib.model import build
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, Run
+from course_lib.tensors import LoRA, count_parameters, lora_parameters, parameter_shapes
 from course_lib.training import make_optimizer, train_step
 
 GIB, GB = 2**30, 10**9

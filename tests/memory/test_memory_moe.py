@@ -12,9 +12,10 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, states_of
 from course_lib.memory.flats import bucket_units, flats_of, layer_units
-from course_lib.memory.states import active_parameters, count_parameters, dense_twin, parameter_shapes, state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.model import build, with_moe
 from course_lib.run import Run
+from course_lib.tensors import active_parameters, count_parameters, dense_twin, parameter_shapes
 
 TOY, MIXTRAL, DEEPSEEK = (preset(name) for name in ("toy-moe", "mixtral-8x7b", "deepseek-v3"))
 

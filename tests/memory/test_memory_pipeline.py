@@ -13,7 +13,6 @@ from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
 from course_lib.memory.flats import flats_of, live_layers, stage_parameters
-from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 from course_lib.run import Run
@@ -27,6 +26,7 @@ from course_lib.schedules import (
     one_f_one_b,
     peak_live,
 )
+from course_lib.tensors import count_parameters
 
 LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")
 TIED = preset("llama-3.2-1b")

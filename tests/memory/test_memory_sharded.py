@@ -12,20 +12,10 @@ from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import block_terms, korthikanti_layer_bytes
 from course_lib.memory.budget import budgets, fits, saved_for_backward
 from course_lib.memory.flats import bucket_units, layer_units, tensors_of
-from course_lib.memory.states import (
-    Offload,
-    count_parameters,
-    narrow,
-    offload_link_bytes,
-    padded,
-    parameter_shapes,
-    state_bytes,
-    whole_parameters,
-    zero_bytes_per_parameter,
-    zero_state_bytes,
-)
+from course_lib.memory.states import offload_link_bytes, padded, state_bytes, zero_bytes_per_parameter, zero_state_bytes
 from course_lib.model import build
-from course_lib.run import Run
+from course_lib.run import Offload, Run
+from course_lib.tensors import count_parameters, narrow, parameter_shapes, whole_parameters
 
 GB, GIB = 10**9, 2**30
 LLAMA_8B, LLAMA_70B, GPT3 = preset("llama-3.1-8b"), preset("llama-3.1-70b"), preset("gpt3-175b")

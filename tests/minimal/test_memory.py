@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 from course_lib.compare.one_gpu import SMALL, peak_of_trace
 from course_lib.config import preset
 from course_lib.memory.activations import block_terms
-from course_lib.memory.states import count_parameters
 from course_lib.minimal import memory
 from course_lib.minimal.memory import Tracker
+from course_lib.tensors import count_parameters
 
 SHAPES = [
     SMALL,

@@ -13,8 +13,8 @@ from course_lib import model
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
-from course_lib.memory.states import Offload
 from course_lib.plan import config_files
+from course_lib.run import Offload
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import data, loss_of
 

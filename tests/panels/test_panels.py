@@ -21,7 +21,6 @@ from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout, capacity_of
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import OPTIMIZERS, count_parameters
 from course_lib.minimal.eight_bits import quantized
 from course_lib.model.moe import keep, limit_groups
 from course_lib.panels import asked, one_gpu, runs
@@ -33,7 +32,8 @@ from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
 from course_lib.plan import search, work_out
-from course_lib.run import Run
+from course_lib.run import OPTIMIZERS, Run
+from course_lib.tensors import count_parameters
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.traffic.routing import counts_of, moe_traffic

@@ -14,10 +14,9 @@ from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
-from course_lib.memory.states import FP64
 from course_lib.parallel import engine as engines
 from course_lib.parallel import executor, five_d, sums, tensor
-from course_lib.run import Run
+from course_lib.run import FP64, Run
 from course_lib.traffic import sent
 from course_lib.training.precision import gradient_of
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.memory.states import Offload, StateBytes, offload_link_bytes
+from course_lib.memory.states import StateBytes, offload_link_bytes
 from course_lib.parallel.offload_states import OffloadedAdamW
+from course_lib.run import Offload
 from course_lib.training import MasterAdamW
 from course_lib.training.precision import accumulate_in_fp32
 

@@ -9,8 +9,8 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from course_lib.memory.states import Offload
 from course_lib.plan import config_files
+from course_lib.run import Offload
 
 TWO_MACHINES = {"machines": 2}
 

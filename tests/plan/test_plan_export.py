@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from random_layouts import MODELS, SEQ_LEN, random_layouts
 
 from course_lib.cli.plan import write_files
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.states import LoRA, Offload
 from course_lib.plan import Job, export, work_out
+from course_lib.run import Offload, Run
+from course_lib.tensors import LoRA
 from course_lib.train.options import read
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -120,6 +122,15 @@ def test_every_file_is_written_or_refused_with_a_reason(exported):
         assert all(reason.endswith("choose a run without") for reason in refused.values())
         written |= set(files)
     assert len(written) == 7
+
+
+def test_expressions_of_engines_toml_and_of_templates_name_what_a_run_has():
+    """On layouts drawn at random: a field that is not there would be no ValueError."""
+    option = option_of("dp=8")
+    for config in MODELS.values():
+        for layout in random_layouts(config, 40, seed=2):
+            files, refused = export(replace(option, run=Run(config, layout, SEQ_LEN)))
+            assert len(files) + len(refused) == 8 and all("{" not in reason for reason in refused.values())
 
 
 def test_files_have_the_ranks_and_the_batch_of_their_layout(exported):

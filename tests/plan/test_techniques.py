@@ -8,8 +8,8 @@ from course_lib.authoring import ROOT
 from course_lib.authoring.columns import OUTPUT_COLUMNS
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.states import count_parameters
 from course_lib.plan.techniques import TECHNIQUES, costs_gb, technique_table, techniques_of
+from course_lib.tensors import count_parameters
 
 table = cache(technique_table)
 EIGHT = techniques_of(preset("mixtral-8x7b"), 8, 8)

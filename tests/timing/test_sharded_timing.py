@@ -15,8 +15,8 @@ from course_lib.hardware import (
 )
 from course_lib.layout import Layout
 from course_lib.memory.flats import layer_units
-from course_lib.memory.states import Offload, offload_link_bytes, zero_state_bytes
-from course_lib.run import Run
+from course_lib.memory.states import offload_link_bytes, zero_state_bytes
+from course_lib.run import Offload, Run
 from course_lib.timing import (
     Utilisation,
     crossing_s,

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.config import preset
-from course_lib.memory.states import dense_twin
 from course_lib.model import build, with_moe
+from course_lib.tensors import dense_twin
 from course_lib.training import TrainConfig
 from course_lib.training.moe_training import (
     CONTEST,

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.checks import Exercise, Stops, copied, numbers
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
-from course_lib.memory.states import RECIPES
 from course_lib.minimal.memory import saved_bytes
 from course_lib.model import MLP, build
+from course_lib.run import RECIPES
 
 
 def random_llama(rng: random.Random, tied: bool) -> ModelConfig:

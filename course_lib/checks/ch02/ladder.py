@@ -7,7 +7,7 @@ from course_lib.checks import Exercise, numbers
 from course_lib.config import preset
 from course_lib.flops import flops_per_token, step_flops
 from course_lib.memory.budget import budget
-from course_lib.memory.states import LoRA
+from course_lib.tensors import LoRA
 
 
 # ------------------------------------------------------------------------------------ 5. LoRA

@@ -9,10 +9,10 @@ from course_lib.comm import all_reduce
 from course_lib.compare import trials
 from course_lib.measure import ByteMeter
 from course_lib.memory.flats import layer_units
-from course_lib.memory.states import count_parameters
 from course_lib.minimal.data import BUCKET_SIZE, DataParallel, assign_buckets, when_all_arrived
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
 from course_lib.model import build
+from course_lib.tensors import count_parameters
 
 _NUM_PARAMS, KINDS = count_parameters(trials.CONFIG), ("optimizer", "gradients", "parameters")
 MOST_MESSAGES = -(-_NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer

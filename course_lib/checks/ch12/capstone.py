@@ -19,11 +19,10 @@ from course_lib.config import preset
 from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.budget import states_of
-from course_lib.memory.states import FP64
 from course_lib.model import build
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
-from course_lib.run import Run
+from course_lib.run import FP64, Run
 from course_lib.traffic import sent
 from course_lib.train import Checkpoints, Logs, TrainPlan, trainer
 from course_lib.train.log import log_path, read

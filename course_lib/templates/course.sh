@@ -1,0 +1,1 @@
+torchrun --nnodes {{nodes}} --nproc-per-node {{gpus}} {{'--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500" ' * (nodes > 1)}}-m course_lib.train --model {{config.name}} --layout {{str(layout)}} --seq-len {{run.seq_len}} --precision {{recipe}}
