@@ -13,7 +13,6 @@ from course_lib.flops import attention_flops_per_token, flops_per_token, layer_m
 from course_lib.hardware import GB, MOST_NODES, Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.run import Run
-from course_lib.timing.layer import repeated_flops
 from course_lib.timing.rates import RATES, Rates, hfu, mfu
 from course_lib.timing.step import step_time
 from course_lib.validate import Bytes, Checked, Positive, check_fields, checked
@@ -167,8 +166,7 @@ def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", r
     gpus, num_tokens = (time.total_s, layout.world_size, time.peak_flops_per_s), time.num_tokens
     counted = num_tokens * counted_flops_per_token(run) if engine.counts_tied_twice else time.model_flops
     once = num_tokens * flops_per_token(run.config, run.seq_len)
-    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - once
-    repeated += repeated_flops(run) if run.operators else 0
+    executed = step_flops(run.config, num_tokens, run.seq_len, layout.recompute, operators=run.operators)
     return Estimate(
         run,
         held_bytes(run, cluster, engine, time, rates),
@@ -176,7 +174,7 @@ def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", r
         time.tokens_per_s_per_gpu,
         mfu=mfu(counted, *gpus),
         causal_mfu=time.causal_mfu,
-        hfu=hfu(counted + repeated, *gpus),
+        hfu=hfu(counted + (executed - once), *gpus),
         usable_bytes=float(cluster.gpu.usable_bytes),
         spread=spread,
         note=spread.note,

@@ -21,7 +21,7 @@ from course_lib.memory.peak import instants, stage_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.run import recipe_of
-from course_lib.timing.exchange import numel_of_rank
+from course_lib.timing.data import numel_of_rank
 from course_lib.timing.layer import stages_of
 from course_lib.timing.step import StepTime, least_waiting_slots, step_time
 from course_lib.validate import Size, checked
@@ -61,7 +61,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     if not ranked:
         raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
-    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
+    return Plan(job, best, ranked, front(ranked), tuple(_nearest(job, best, ranked, lost)), num_tried)
 
 
 def ranked_s(option: Estimate) -> float:
@@ -257,16 +257,14 @@ def _leanest(job: Job, lost: list[Layout]) -> Estimate:
     return leanest
 
 
-def _nearest(
-    job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
-) -> tuple[tuple[Layout, str], ...]:
+def _nearest(job: Job, best: Estimate, ranked: Sequence[Estimate], lost: Sequence[Layout]) -> list[tuple[Layout, str]]:
     """Say of the two that differ in the fewest choices, and of these need least memory, why they lost."""
     layouts = (layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout)
     apart = {layout: differences(best.layout, layout) for layout in layouts}
     most = max(nsmallest(2, apart.values()), default=0)
     near = [work_out(job, layout) for layout, num_choices in apart.items() if num_choices <= most]
     near.sort(key=lambda option: (apart[option.layout], option.memory_bytes))
-    return tuple((option.layout, _why(best, option)) for option in near[:2])
+    return [(option.layout, _why(best, option)) for option in near[:2]]
 
 
 def _why(best: Estimate, option: Estimate) -> str:
