@@ -240,11 +240,10 @@ def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
     leanest = _leanest(job, lost)
-    ways = [
-        f"{change}: {one.room}, {one.memory_bytes / GB:.1f} of {usable / GB:.1f} GB, "
-        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
-        for change, one in nearest(leanest.run, job.cluster, job.engine).items()
-    ]
+    ways = []
+    for change, one in nearest(leanest.run, job.cluster, job.engine).items():
+        memory, speed = f"{one.memory_bytes / GB:.1f} of {usable / GB:.1f} GB", f"{one.tokens_per_s_per_gpu:,.0f}"
+        ways.append(f"{change}: {one.room}, {memory}, {speed} tokens/s/GPU")
     return (
         f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
         f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "

@@ -15,10 +15,10 @@ from course_lib.launch import launch
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure import ByteMeter
 from course_lib.model import Routing, moe
+from course_lib.panels.synthetic_routing import synthetic_routing
 from course_lib.parallel import dispatch
 from course_lib.parallel.expert import expert_groups
 from course_lib.traffic.routing import moe_traffic
-from course_lib.traffic.synthetic_routing import synthetic_routing
 
 D = 6
 
