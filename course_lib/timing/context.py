@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token
 from course_lib.hardware import Cluster, Link
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.sequence_sharding import pairs, pairs_of_ranks, step_pairs
 from course_lib.run import Run
 from course_lib.timing.collectives import calls_s, ring_link
 from course_lib.timing.rates import Utilisation

@@ -17,9 +17,9 @@ from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
 from course_lib.hardware import HOPPER, LINKS, gpu
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import even_layers
+from course_lib.layout.sequence_sharding import pairs, pairs_of_ranks
 from course_lib.memory.activations import block_terms, korthikanti_layer_bytes
 from course_lib.memory.states import padded, zero_bytes_per_parameter
 from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING
