@@ -1,4 +1,4 @@
-"""GPUs and links; hardware.toml has every number with its unit and its source.
+"""GPUs and links; hardware.toml has every number of theirs with its unit and its source.
 
 Three habits of datasheets to know:
 - FLOP/s are printed "with sparsity", twice what a dense matrix multiplication can reach. Here they are dense.

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from html import escape, unescape
 from pathlib import Path
@@ -35,10 +35,9 @@ def language() -> str:
     if asked := os.environ.get("COURSE_LANG"):
         return "ko" if asked.lower().startswith("ko") else "en"
     notebook = Path(os.environ.get("JPY_SESSION_NAME", ""))  # Jupyter's servers name the notebook so
-    try:
+    with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # no notebook that can be read
         return json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("course_language", "en")
-    except (ValueError, LookupError, TypeError, AttributeError, OSError):
-        return "en"  # no notebook that can be read: the edition is not known
+    return "en"
 
 
 @contextmanager

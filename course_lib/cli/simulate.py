@@ -9,8 +9,10 @@ from json import dumps as as_json
 from tyro.conf import OmitArgPrefixes, UseAppendAction
 
 from course_lib.cli.asked import Device, Techniques, Tokens, model_asked
+from course_lib.estimate.estimate import SPREAD
 from course_lib.hardware import GB, GPU
 from course_lib.layout import Layout
+from course_lib.memory.budget import overheads_of
 from course_lib.run import Run
 from course_lib.units import aligned
 from course_lib.validate import number, whole
@@ -75,6 +77,8 @@ def report(run: Run, simulated: list, device: GPU) -> dict:
     layout, usable = run.layout, device.usable_bytes
     ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulated]
     peak_bytes = max(rank.peak_bytes for rank in simulated)
+    most = SPREAD["other", "one stage" if layout.pp == 1 else "pipeline"].memory[1] * peak_bytes
+    most += sum(overheads_of(run).values())
     return {
         "model": run.config.name,
         "gpu": {"name": device.name, "usable_bytes": usable},
@@ -87,6 +91,8 @@ def report(run: Run, simulated: list, device: GPU) -> dict:
         "ranks": ranks,
         "peak_bytes": peak_bytes,
         "fits": peak_bytes <= usable,
+        "room": "does not fit" if peak_bytes > usable else "tight" if most > usable else "fits",
+        "nine_in_ten_bytes": round(most),
         "flops_of_all_ranks": sum(rank["flops"] for rank in ranks) * layout.world_size // layout.pp
         if len(ranks) == layout.pp
         else None,
@@ -124,9 +130,12 @@ def what_fits(found: dict) -> str:
     largest = max(found["ranks"], key=lambda rank: rank["peak_bytes"])
     peak, usable = largest["peak_bytes"] / GB, found["gpu"]["usable_bytes"] / GB
     where = f"stage {name_of(largest)} needs {peak:.1f} GB of {usable:.1f}"
-    if found["fits"]:
-        return f"fits: {where}, {usable - peak:.1f} GB remain for what is no tensor (CUDA context, NCCL, fragments)"
-    return f"does NOT fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
+    if found["room"] == "does not fit":
+        return f"does not fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
+    remain = f"{where}, {usable - peak:.1f} GB remain for what is no tensor (CUDA context, NCCL, fragments)"
+    if found["room"] == "fits":
+        return f"fits: {remain}"
+    return f"tight: {remain}; with that nine in ten such runs needed at most {found['nine_in_ten_bytes'] / GB:.1f} GB"
 
 
 def advice(layout: dict, by_kind: dict[str, int]) -> str:

@@ -1,8 +1,8 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep expert_tp sp seq precision recompute states finetune optimizer offload attention loss_chunks
-                  schedule v layers_of_stage dp_replicate cp_method cp_sharding
+    and, if there cp ep expert_tp sp regather seq precision recompute states finetune optimizer offload attention
+                  loss_chunks schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
                 mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
                 the lower end of the error bar does, and "why" tells it in words: fits, tight, does not fit
@@ -38,8 +38,8 @@ WORDS = ("schedule", "cp_method", "cp_sharding", "layers_of_stage")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
 KNOWN = {
-    "model", *READ, *MORE_SIZES, *WORDS, "sp", "seq", "precision", "recompute", "states", "finetune", "optimizer",
-    "attention", "loss_chunks", "offload", "status", "step_s", "tok_s_gpu",
+    "model", *READ, *MORE_SIZES, *WORDS, "sp", "regather", "seq", "precision", "recompute", "states", "finetune",
+    "optimizer", "attention", "loss_chunks", "offload", "status", "step_s", "tok_s_gpu",
 }  # fmt: skip
 RECOMPUTE = (*get_args(Recompute), "operators")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
@@ -68,11 +68,12 @@ def run_of(
         words["layers_of_stage"] = tuple(layers_by_cost(config, sizes["pp"]))
     recompute = _word(row, "recompute", RECOMPUTE)
     sharded_sequence = sizes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
+    gathers_again = _word(row, "regather", ("yes", "no")) == "yes" if facts.name == "course" else facts.regathers
     layout = Layout(
         **sizes,
         **words,
         sequence_parallel=sharded_sequence,
-        regather=sharded_sequence,
+        regather=sharded_sequence and gathers_again,
         recompute="none" if recompute == "operators" else recompute,
     )
     tokens = _whole("seq", row["seq"]) if row.get("seq") else seq_len

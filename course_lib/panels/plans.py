@@ -42,7 +42,7 @@ def layout_for(job: Job, values: Mapping) -> Layout:
         )
     with_tp, schedule = values["tp"] > 1, "interleaved" if values.get("v", 1) > 1 else "1f1b"
     follows = {"dp": dp, "micro_batches": micro_batches, "sequence_parallel": with_tp, "schedule": schedule}
-    return layout_of({**values, **follows, "regather": with_tp and job.engine == "course"})
+    return layout_of({**values, **follows, "regather": with_tp})
 
 
 def job_of(values: Mapping) -> Job:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
-from course_lib.engines import EngineFacts, engine_of
+from course_lib.engines import ENGINES, EngineFacts, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
@@ -97,9 +97,12 @@ class StepTime:
 
 @checked
 def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> StepTime:
-    """Model one optimizer step of a run."""
+    """Model one optimizer step of a run; ValueError for experts that the engine has not."""
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
+    if config.moe is not None and "experts" in case.engine.file.refuses:
+        able = ", ".join(name for name, one in ENGINES.items() if "experts" not in one.file.refuses)
+        raise ValueError(f"{case.engine.name} has no experts, but {config.name} has; choose another engine ({able})")
     ranks = [Times()] * layout.pp  # of a micro-batch
     for rank, times in zip(layout.rank_of_stage, _stage_times(case), strict=True):
         ranks[rank] = ranks[rank].plus(times)

@@ -357,7 +357,7 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
 
 def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     job = job_of(PLAN.start)
-    by_hand, found = PLAN.answer(tp=4, micro_batch=4), search(job)
+    by_hand, found = PLAN.answer(tp=2, micro_batch=2), search(job)
     assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
     charts, said = PLAN.slow["Search"](**PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 4
