@@ -47,10 +47,7 @@ def catalogue_path(path: Path, root: Path = ROOT) -> Path:
 
 
 def comments_of(source: str) -> list[tuple[range, int, str]]:
-    """The comments of a cell that a reader reads: their lines (from 0), their column and their text.
-
-    Lines of comment below each other are one text.
-    """
+    """The comments of a cell that a reader reads, those below each other as one: lines (from 0), column, text."""
     lines, found = source.split("\n"), []
     for token in tokenize.generate_tokens(io.StringIO(without_magics(source)).readline):
         if token.type != tokenize.COMMENT or _FOR_PROGRAMS.match(token.string):
