@@ -5,6 +5,7 @@ And what every training run is given: `TrainSettings`.
 Nothing here builds a tensor; `course_lib.model.build` does. The presets stand in models.toml.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,19 @@ def check_groups(num_experts: Size, top_k: Size, num_groups: Size = 1, max_group
             f"top_k ({top_k}) exceeds the {reachable} experts that a token can choose from ({max_groups} of "
             f"{num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
         )
+
+
+@checked(num_tokens=Count, top_k=Size, num_experts=Size, capacity_factor=Positive)
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
+
+    Raises   ValueError unless the factor is more than 0
+    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
+    """
+    if not capacity_factor > 0:
+        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
+    share = capacity_factor * top_k * num_tokens / num_experts
+    return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
 @dataclass(frozen=True)

@@ -77,16 +77,31 @@ def flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) ->
 
 @checked
 def step_flops(
-    config: ModelConfig, num_tokens: Bytes, seq_len: Size, recompute: Recompute = "none", causal: bool = False
+    config: ModelConfig,
+    num_tokens: Bytes,
+    seq_len: Size,
+    recompute: Recompute = "none",
+    causal: bool = False,
+    operators: bool = False,
 ) -> int:
     """Count the FLOPs that the hardware does in one step; with recompute="none" they are the model FLOPs.
 
-    "full" repeats the forward of every layer (not of the head), "selective" that of the attention scores.
+    "full" repeats the forward of every layer (not of the head), "selective" that of the attention scores; `operators`
+    the products of `repeated_share`.
     Source   Korthikanti et al. 2022 (arXiv:2205.05198), sections 5 and 6.3
     """
     again = {"none": 0, "selective": attention_flops_per_token(config, seq_len, causal)}
     again["full"] = forward_flops_per_token(config, seq_len, causal) - 2 * head_parameters(config)
-    return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute])
+    linear = 2 * (matmul_parameters(config) - head_parameters(config)) if operators else 0
+    of_operators = round(num_tokens * linear * repeated_share(config))
+    return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute]) + of_operators
+
+
+def repeated_share(config: ModelConfig) -> float:
+    """Return the share of a layer's forward products that recomputation of operators repeats: k, o and up."""
+    D, K, N, H = config.d_model, config.num_kv_heads, config.num_heads, config.head_dim
+    repeated = D * H * (K + N) + mlp_parameters(config) / 3
+    return repeated / (attention_parameters(config) + mlp_parameters(config))
 
 
 @checked

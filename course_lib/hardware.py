@@ -1,4 +1,4 @@
-"""GPUs and links; hardware.toml has every number with its unit and its source.
+"""GPUs and links; hardware.toml has every number of theirs with its unit and its source.
 
 Three habits of datasheets to know:
 - FLOP/s are printed "with sparsity", twice what a dense matrix multiplication can reach. Here they are dense.
@@ -15,7 +15,7 @@ from math import inf, log
 from pathlib import Path
 from typing import Literal
 
-from course_lib.validate import Amount, Checked, Positive, Size, checked, one_of, read_toml
+from course_lib.validate import Amount, Bytes, Checked, Positive, Size, checked, one_of, read_toml
 
 GB = 10**9
 GIB = 2**30
@@ -72,6 +72,24 @@ class Link(Checked):
 
 
 @dataclass(frozen=True)
+class Multiprocessor(Checked):
+    """What the programs on one multiprocessor (SM) share, what one of them may have, and how many a GPU has.
+
+    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100), 10.0 (B200). Count
+    and L2: whitepapers "NVIDIA H100 (A100) Tensor Core GPU Architecture"; B200 as Chips and Cheese reports them (2025)
+    """
+
+    name: str
+    count: Size = 132  # SMs of a GPU
+    l2_bytes: Bytes = 50 * 2**20  # the cache that all SMs share
+    registers: Size = 65_536  # of 4 bytes
+    shared_bytes: Bytes = 228 * 1024
+    threads: Size = 2048
+    reserved_bytes: Bytes = 1024  # of shared memory, for each program
+    lanes_bytes: Size = 128  # that shared memory delivers to an SM in a clock: 32 banks of 4
+
+
+@dataclass(frozen=True)
 class Cluster(Checked):
     """Nodes of equal GPUs: the link inside a node, and the port of each GPU to the network between nodes."""
 
@@ -103,6 +121,10 @@ def _link(latency_us, gb_per_s, both_gb_per_s, low_latency_gb_per_s=None, **fiel
 
 GPUS: dict[str, GPU] = {key: _gpu(**fields) for key, fields in _DATA["gpus"].items()}
 LINKS: dict[str, Link] = {key: _link(**fields) for key, fields in _DATA["links"].items()}
+
+HOPPER = Multiprocessor("Hopper")
+AMPERE = Multiprocessor("Ampere, A100", count=108, l2_bytes=40 * 2**20, shared_bytes=164 * 1024)
+BLACKWELL = Multiprocessor("Blackwell, B200", count=148, l2_bytes=126 * 10**6)
 
 # For which lessons work out what to do: a good network, a cloud's as it was measured, and older GPUs. Nodes of 8.
 CLUSTERS: dict[str, Cluster] = {

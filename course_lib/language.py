@@ -6,12 +6,13 @@ what leaves it for people (a command's lines, an error, a picture's words, a gra
 text is filled with, and `{0}[이/가]` the particle that agrees with how that value is read.
 """
 
+import bz2
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from html import escape, unescape
 from pathlib import Path
@@ -24,8 +25,7 @@ _LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
 _VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
 _ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
-_NAMED = re.compile(r"(\s*(?:[a-z]\w*:|ranks? [\d, ]*\d(?=[^\n]*\Z)) )(\S.*)", re.DOTALL)  # "check_x: ..."
-_SVG_TEXT = re.compile(r"(<(text|tspan|title|desc)\b[^>]*>)([^<]+)(</\2>)")
+SVG_TEXT = re.compile(r"(<(?:text|tspan|title|desc)\b[^>]*>)([^<]+)")
 _CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # what is read with a final consonant
 
 
@@ -35,10 +35,9 @@ def language() -> str:
     if asked := os.environ.get("COURSE_LANG"):
         return "ko" if asked.lower().startswith("ko") else "en"
     notebook = Path(os.environ.get("JPY_SESSION_NAME", ""))  # Jupyter's servers name the notebook so
-    try:
+    with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # no notebook that can be read
         return json.loads(notebook.read_text(encoding="utf-8"))["metadata"].get("course_language", "en")
-    except (ValueError, LookupError, TypeError, AttributeError, OSError):
-        return "en"  # no notebook that can be read: the edition is not known
+    return "en"
 
 
 @contextmanager
@@ -61,9 +60,8 @@ def told(text: str) -> str:
 
 def told_svg(svg: str) -> str:
     """A picture with its words in the reader's language."""
-    if language() == "en":
-        return svg
-    return _SVG_TEXT.sub(lambda m: f"{m[1]}{escape(told(unescape(m[3])), quote=False)}{m[4]}", svg)
+    in_korean = partial(SVG_TEXT.sub, lambda m: m[1] + escape(told(unescape(m[2])), quote=False))
+    return svg if language() == "en" else in_korean(svg)
 
 
 def _in_korean(text: str) -> str:
@@ -71,8 +69,6 @@ def _in_korean(text: str) -> str:
     for part in (text.strip(), _BARE.fullmatch(text)[1]):
         if (whole := _looked_up(part)) is not None:
             return text.replace(part, whole)
-    if (named := _NAMED.fullmatch(text)) is not None:
-        return "".join(map(_in_korean, named.groups()))
     bounds = next(filter(None, ([match.end() for match in end.finditer(text.rstrip())] for end in _ENDS)), [])
     bounds = [*bounds, len(text)] if bounds else []
     said, start = "", 0
@@ -101,13 +97,11 @@ def _looked_up(text: str) -> str | None:
 
 def _with_particle(values: dict[str, str], field: re.Match) -> str:
     """A value; with {0}[이/가] 이 after a final consonant, 가 after a vowel, and of [으로/로] 로 after ㄹ too."""
-    value = values[f"_{field[1]}"].rstrip(" )\"'`")
-    if "가" <= value[-1:] <= "힣":
-        final = (ord(value[-1]) - ord("가")) % 28
-        closed, is_l = final > 0, final == 8
-    else:
-        closed, is_l = _CLOSED.search(value), re.search(r"[178lL]$|le$", value)
-    return values[f"_{field[1]}"] + ((field[2] if closed and not (is_l and field[3] == "로") else field[3]) or "")
+    value = values[f"_{field[1]}"]
+    read = value.rstrip(" )\"'`")
+    final = (ord(read[-1]) - ord("가")) % 28 if "가" <= read[-1:] <= "힣" else _CLOSED.search(read)
+    is_open = not final or (field[3] == "로" and (final == 8 or re.search(r"[178lL]$|le$", read)))
+    return value + (field[3 if is_open else 2] or "")
 
 
 @cache
@@ -115,30 +109,19 @@ def _catalogue() -> tuple[dict[str, str], list[tuple[str, re.Pattern, str]]]:
     """Texts without values, and patterns of those with values; the one with most fixed words stands first."""
     import polib  # what speaks English never needs it
 
-    if CATALOGUE.exists():
-        content = CATALOGUE.read_bytes()
-    else:  # the wheel for Colab has it packed
-        import bz2
-
-        content = bz2.decompress(CATALOGUE.with_suffix(".po.bz2").read_bytes())
-    entries = [(entry.msgid, entry.msgstr) for entry in polib.pofile(content.decode()) if entry.translated()]
-    for english, korean in tuple(entries):  # the lines of a text can be told one by one; one word is half of a name
-        if english.count("\n") == korean.count("\n") > 0:
-            entries += [line for line in zip(english.split("\n"), korean.split("\n"), strict=True) if " " in line[0]]
-    entries += [(english[2:], korean.lstrip(".,; ")) for english, korean in entries if english.startswith("; ")]
-    entries.sort(key=lambda entry: -len(_FIELD.sub("", entry[0])))
-    exact = {english: korean for english, korean in reversed(entries) if not _FIELD.search(english)}
-    with_words = [entry for entry in entries if re.search("[A-Za-z]{2}", _FIELD.sub("", entry[0]))]
-    return exact, [_pattern(*entry) for entry in with_words if entry[0] not in exact]
+    packed = CATALOGUE.with_suffix(".po.bz2")  # so it is in the wheel for Colab
+    content = bz2.decompress(packed.read_bytes()) if packed.exists() else CATALOGUE.read_bytes()
+    texts = {entry.msgid: entry.msgstr for entry in polib.pofile(content.decode()) if entry.translated()}
+    with_values = sorted(filter(_FIELD.search, texts), key=lambda text: -len(_FIELD.sub("", text)))
+    return texts, [_pattern(text, texts[text]) for text in with_values]
 
 
 def _pattern(english: str, korean: str) -> tuple[str, re.Pattern, str]:
     """The longest fixed part, the pattern of a text with values, its Korean."""
     first, *rest = re.split(r"\{(\d+)\}", english)
     names, fixed = rest[::2], [first, *rest[1::2]]
-    pattern, is_long = re.escape(first), sum(map(len, fixed)) > LONG
-    for name, before, after in zip(names, fixed, fixed[1:], strict=False):
-        value = r"[\s\S]*?" if before.endswith("\n") else _LONG_VALUE if is_long else _VALUE
+    pattern, value = re.escape(first), _LONG_VALUE if sum(map(len, fixed)) > LONG else _VALUE
+    for name, after in zip(names, fixed[1:], strict=True):
         if not after and name != names[-1]:  # beside another: it is there, and ends where a word does
             pattern += f"(?P<_{name}>{value[:-2]}+?)" + r"(?!(?<=\w)\w)"
         else:

@@ -15,9 +15,11 @@ ENTRIES = {
     "Bytes of a rank": "rank 하나의 바이트",
     "{0} of {1} ranks": "{1}개 rank 중 {0}개",
     "a block of {0}\nhas {1} elements": "블록 {0}\n원소 {1}개",
+    "has {0} elements": "원소 {0}개",
     "rank {0} of {1}{2} {3}": "rank {1}개 중 rank {0}{2}: {3}",
     "failed:": "실패했습니다:",
     "had returned": "이미 반환했음",
+    "rank {0} had returned": "rank {0} 이미 반환했음",
     "nine in ten of the published runs needed {0}, pipelines {1}.": "열에 아홉 {0}, {1}.",
 }
 
@@ -49,7 +51,7 @@ def _forget():
         ("runs/x holds no checkpoint; save one first", "runs/x에 checkpoint가 없습니다. 먼저 저장하세요"),
         ("Bytes of a rank\n3 of 4 ranks", "rank 하나의 바이트\n4개 rank 중 3개"),
         ("  Bytes of a rank:", "  rank 하나의 바이트:"),
-        ("has 4,096 elements", "원소 4,096개"),  # a line of two, told by itself
+        ("has 4,096 elements", "원소 4,096개"),  # a line of two has an entry of its own
         ("Byte of a rank", "Byte of a rank"),  # other words than the catalogue's
         ("the fastest of all the ranks", "the fastest of all the ranks"),  # a value is no sentence
         ("12 GB", "12 GB"),

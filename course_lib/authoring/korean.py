@@ -10,7 +10,8 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+import tomllib
+from collections.abc import Iterator
 from html import unescape
 from importlib import import_module
 from itertools import count
@@ -25,25 +26,19 @@ from course_lib.authoring.exercises import exercise_from
 from course_lib.authoring.form import ROOT, notebook_paths, read, write
 from course_lib.authoring.links import NAVIGATION
 from course_lib.claims import claims_page
-from course_lib.claims.record import ledger
-from course_lib.labs import LABS
-from course_lib.language import CATALOGUE, spoken, told
-from course_lib.shapes import KINDS
+from course_lib.language import CATALOGUE, SVG_TEXT, spoken, told
 from course_lib.web.page import said_by_page
 
-EDITION = "ko"
+EDITION, PACKAGE = "ko", ROOT / "course_lib"
 FOLDERS = ("notebooks", "solutions")  # exercises are made from solutions, here too
 NOT_TRANSLATED = "(This part is not translated yet, or its English text has changed.)"
-LINKS = ("Index", "Lesson", "Chapter", "Previous", "Next", "In depth", "Exercises", "Solutions")
+TABLES = ("claims/ledger.toml", "model_types.toml", "labs/labs.toml")  # and of each the names of what people read
+FOR_PEOPLE = ("claim", "condition", "title", "aim", "asks", "answer", "say", "half", "none", "note")
 _FOR_PROGRAMS = re.compile(r"#( ?(mirrors:|noqa|fmt|ruff|type:|%%|@)|##)")  # and nbgrader's ### BEGIN SOLUTION
 SITE, _TOLD = ROOT / "docs" / "site" / "conf.py", re.compile(r"told\([\"']([^\"']+)[\"']\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 SILENT = ("authoring", "hardware.py", "kernels", "web", "native")  # for developers, or names and sources
-_SVG_TEXT = re.compile(r"<(?:text|tspan|title|desc)\b[^>]*>([^<]+)<")
-_CODE = re.compile(  # markup, patterns, programs, names of collectives
-    r"</?\w+[ >/]|\\|^\s*(def|class|import|from \w+ import|@) |\n    |\(\?|^ ?[\w-]+=\"|^svg\."
-    r"|^(_?(all|reduce|broadcast|gather|barrier|monitored|i?send|i?recv)\w* ?)+$"
-)
+_CODE = re.compile(r"<[a-z/]|\\|\n    |\(\?|^ ?[\w-]+=\"|^svg\.|[a-z]_( |$)|^\s*(def|class|import|from \w+ import|@) ")
 
 
 def catalogue_path(path: Path, root: Path = ROOT) -> Path:
@@ -52,21 +47,17 @@ def catalogue_path(path: Path, root: Path = ROOT) -> Path:
 
 
 def comments_of(source: str) -> list[tuple[range, int, str]]:
-    """The comments of a cell that a reader reads: their lines (from 0), their column and their text.
-
-    Lines of comment below each other are one text.
-    """
+    """The comments of a cell that a reader reads, those below each other as one: lines (from 0), column, text."""
     lines, found = source.split("\n"), []
     for token in tokenize.generate_tokens(io.StringIO(without_magics(source)).readline):
         if token.type != tokenize.COMMENT or _FOR_PROGRAMS.match(token.string):
             continue
         (number, column), text = token.start, token.string.lstrip("#").strip()
-        is_alone = not lines[number - 1][:column].strip()
-        if is_alone and found and (found[-1][0].stop, found[-1][1]) == (number - 1, column):
+        first, is_alone = number - 1, not lines[number - 1][:column].strip()
+        if is_alone and found and (found[-1][0].stop, found[-1][1]) == (first, column):
             numbers, _, words = found.pop()
-            found.append((range(numbers.start, number), column, f"{words} {text}"))
-        else:
-            found.append((range(number - 1, number), column, text))
+            first, text = numbers.start, f"{words} {text}"
+        found.append((range(first, number), column, text))
     return [comment for comment in found if _WORD.search(comment[2])]
 
 
@@ -78,83 +69,78 @@ def texts_of(cell) -> list[str]:
 
 
 def updated(path: Path, root: Path = ROOT) -> polib.POFile:
-    """A notebook's catalogue with an entry for each of its texts; what was translated from other words is fuzzy."""
-    place, entries = catalogue_path(path, root), []
-    known = polib.pofile(str(place)) if place.exists() else []
-    by_text = {(entry.msgctxt, entry.msgid): entry for entry in known}
-    for cell in read(path).cells:
-        before = [entry for entry in known if entry.msgctxt == cell["id"] and entry.msgstr]
-        for text in dict.fromkeys(texts_of(cell)):
-            entry = polib.POEntry(msgctxt=cell["id"], msgid=text)
-            if cell.cell_type == "markdown" and before:
-                entry.msgstr, entry.flags, entry.previous_msgid = before[0].msgstr, ["fuzzy"], before[0].msgid
-            entries.append(by_text.get((cell["id"], text), entry))
-    return _catalogue(entries)
+    """A notebook's catalogue with an entry for each of its texts."""
+    cells = {cell["id"]: texts_of(cell) for cell in read(path).cells}
+    return _catalogue(catalogue_path(path, root), {(name, text): "" for name in cells for text in cells[name]})
 
 
-def _catalogue(entries: Iterable[polib.POEntry]) -> polib.POFile:
+def _catalogue(place: Path, texts: dict[tuple[str | None, str], str]) -> polib.POFile:
+    """What is to lie there: (cell, text) -> the file that has it; what was a cell's text in other words is fuzzy."""
+    known = {(entry.msgctxt, entry.msgid): entry for entry in (polib.pofile(str(place)) if place.exists() else [])}
+    before = {
+        cell: known[cell, text] for cell, text in known.keys() - texts.keys() if cell and known[cell, text].msgstr
+    }
     new = polib.POFile(wrapwidth=0)
     new.metadata = {"Language": EDITION, "MIME-Version": "1.0", "Content-Type": "text/plain; charset=utf-8"}
-    new.extend(entries)
+    for (cell, text), name in texts.items():
+        entry = known.get((cell, text), polib.POEntry(msgctxt=cell, msgid=text))
+        if not entry.msgstr and cell in before:
+            entry.msgstr, entry.flags, entry.previous_msgid = before[cell].msgstr, ["fuzzy"], before[cell].msgid
+        entry.occurrences = [(name, "")] if name else []
+        new.append(entry)
     return new
 
 
 def updated_messages() -> polib.POFile:
-    """The package's catalogue: what it says to people, sentences and names of two words or more, and panels' labels."""
-    known = polib.pofile(str(CATALOGUE))
-    # by hand: single words, those of the site's theme, of tyro
-    found = {entry.msgid: "edition" for entry in known if entry.occurrences == [("edition", "")]}
-    found |= dict.fromkeys(said_by_page(), "page")
-    found |= dict.fromkeys(_TOLD.findall(SITE.read_text(encoding="utf-8")), "site")
-    for path in sorted((ROOT / "course_lib").rglob("*.py")):
-        name = path.relative_to(ROOT / "course_lib")
-        if name.parts[0] not in SILENT:
-            for text in _texts(ast.parse(path.read_text(encoding="utf-8"))):
-                found.setdefault(text, name.as_posix())
-    for path in sorted((ROOT / "course_lib" / "plots" / "svg").glob("*.svg")):
-        for text in map(unescape, _SVG_TEXT.findall(path.read_text(encoding="utf-8"))):
-            if len(_WORD.findall(text)) > 1:
-                found.setdefault(text.strip(), f"plots/svg/{path.name}")
-    said = []
-    for claim in ledger():
-        said += [("claims/ledger.toml", text) for text in (claim.claim, claim.condition, claim.answer, claim.say)]
-    said += [("model_types.toml", kind.note) for kind in KINDS.values()]
-    for lab in LABS.values():
-        said += [("labs/labs.toml", text) for text in (lab.title, lab.aim)]
-        said += [
-            ("labs/labs.toml", text) for one in lab.questions for text in (one.asks, one.answer, one.half, one.none)
-        ]
-    # by name: course_lib.cli imports this package
-    said += [("cli", text) for text in import_module("course_lib.cli.commands").help_texts()]
-    for name, text in said:
-        if len(_WORD.findall(numbered := _numbered(text))) > 1:
-            found.setdefault(numbered, name)
-    words = {entry.msgid: entry.msgstr for entry in known}
-    return _catalogue(
-        polib.POEntry(msgid=text, msgstr=words.get(text, ""), occurrences=[(name, "")]) for text, name in found.items()
-    )
+    """The package's catalogue: what it says to people, sentences and names of two words or more."""
+    by_hand = [entry.msgid for entry in polib.pofile(str(CATALOGUE)) if entry.occurrences == [("edition", "")]]
+    said = [("edition", by_hand), ("page", said_by_page())]  # by hand: single words, those of the site's theme, of tyro
+    said.append(("site", _TOLD.findall(SITE.read_text(encoding="utf-8"))))
+    modules, pictures = sorted(PACKAGE.rglob("*.py")), sorted(PACKAGE.glob("plots/svg/*.svg"))
+    for path in (*modules, *pictures, *map(PACKAGE.joinpath, TABLES)):
+        if path.relative_to(PACKAGE).parts[0] not in SILENT:
+            said.append((path.relative_to(PACKAGE).as_posix(), _texts_of_file(path)))
+    said.append(("cli", import_module("course_lib.cli.commands").help_texts()))  # which imports this package
+    found = {(None, text): name for name, texts in reversed(said) for text in texts}  # the first has the name
+    return _catalogue(CATALOGUE, {(None, text): found[None, text] for _, texts in said for text in texts})
 
 
-def _texts(node: ast.AST, is_label: bool = False) -> Iterator[str]:
-    """What a module says, without docstrings and what is no text; within a panel's call one word is a text."""
-    is_label = is_label or (isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Control", "Panel"))
-    text = ""
+def _texts_of_file(path: Path) -> list[str]:
+    """What a module, a picture or a table says in two words or more, its values by number."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        texts = [text for text in _texts(ast.parse(content)) if " " in text.strip() and not _CODE.search(text)]
+    elif path.suffix == ".svg":
+        texts = [unescape(text) for _, text in SVG_TEXT.findall(content)]
+    else:
+        texts = _values(tomllib.loads(content))
+    return [text for text in map(_numbered, texts) if len(_WORD.findall(text)) > 1]
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The strings of a module, without docstrings."""
     if isinstance(node, ast.JoinedStr):
-        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        text = _numbered(node.value)
-    words = len(_WORD.findall(text))
-    if ((words > 1 and " " in text.strip()) or (words and is_label)) and not _CODE.search(text):
-        yield _numbered(text.strip())
+        yield node.value
     for child in ast.iter_child_nodes(node):
         if not (isinstance(node, ast.Expr | ast.JoinedStr) and isinstance(child, ast.Constant)):  # docstrings, parts
-            yield from _texts(child, is_label)
+            yield from _texts(child)
+
+
+def _values(table: dict) -> Iterator[str]:
+    """What people read of a table of TOML and of the tables in it."""
+    yield from (table[name] for name in FOR_PEOPLE if isinstance(table.get(name), str))
+    for value in table.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                yield from _values(part)
 
 
 def _numbered(text: str) -> str:
     """A text that str.format fills, with its values by number: "{peak_gb:.0f} GB" is "{0} GB"."""
     numbers = count()
-    return re.sub(r"\{([a-z_][^{}]*)?\}", lambda _: f"{{{next(numbers)}}}", text)
+    return re.sub(r"\{([a-z_][^{}]*)?\}", lambda _: f"{{{next(numbers)}}}", text.strip())
 
 
 @spoken(EDITION)
@@ -186,8 +172,7 @@ def edition(path: Path, catalogue: polib.POFile) -> dict[str, NotebookNode]:
         nb.metadata["course_language"] = EDITION
         for cell in nb.cells:
             if cell["id"] in NAVIGATION:
-                for word in LINKS:
-                    cell.source = cell.source.replace(f"[{word}", f"[{told(word)}")
+                cell.source = re.sub(r"(?<=\[)[A-Z][a-z ]+", lambda word: told(word[0]), cell.source)
                 cell.source = cell.source.replace("[한국어](../ko/", "[English](../../")
     return made
 

@@ -14,23 +14,22 @@ from course_lib.estimate import estimate
 from course_lib.hardware import GB, GIB, GPUS
 from course_lib.hardware import gpu as gpu_of
 from course_lib.hardware import link as link_of
-from course_lib.layout import Layout, Mesh, block_pairs, mesh, partition
+from course_lib.layout import Layout, Mesh, mesh, partition, sequence_sharding
 from course_lib.memory import activations, budget, flats, states
 from course_lib.memory.activations import korthikanti_layer_bytes
 from course_lib.memory.budget import Budget, budgets
 from course_lib.run import Run
 from course_lib.schedules import Costs, Simulation, instructions, make, simulate
 from course_lib.tensors import count_parameters
-from course_lib.timing import collectives, data, failures, kernel, rates
-from course_lib.traffic import Call, sent_bytes
+from course_lib.timing import collectives, data, kernel, rates
+from course_lib.traffic import Call, sent_bytes, stage_calls
 from course_lib.traffic.collectives import call_counts
 from course_lib.traffic.data import flat_calls
-from course_lib.traffic.tensor import tensor_calls
 from course_lib.validate import read_toml
 
 MODULES = (
-    config, float_formats, flops, hardware, block_pairs, mesh, partition, activations, budget, flats,
-    run, states, tensors, schedules, instructions, collectives, data, failures, kernel, rates, traffic,
+    config, float_formats, flops, hardware, sequence_sharding, mesh, partition, activations, budget, flats,
+    run, states, tensors, schedules, instructions, collectives, data, kernel, rates, traffic,
 )  # fmt: skip
 H100, DAY_S = GPUS["h100"], 86_400
 H100_GIB = H100.usable_bytes / GIB
@@ -109,7 +108,7 @@ def tensor_sums(model: str, tp: int, seq_len: int, sp: bool = False, passes: int
     """Collectives of a layer under TP, forward (passes 1) or forward and backward, and what they send in a step."""
     run = Run(preset(model), Layout(tp=tp, sequence_parallel=sp), seq_len)
     places, layers = ("layers forward", "layers backward")[:passes], run.config.num_layers
-    listed = [call for call in tensor_calls(run, 0) if call.place in places]
+    listed = [call for call in stage_calls(run, 0)["tp"] if call.place in places]
     return {
         "calls_a_layer": sum(call.count for call in listed) / layers,
         "gathers": call_counts(listed).get("all_gather", 0) / layers,

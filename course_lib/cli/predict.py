@@ -76,10 +76,37 @@ def predict_runs(
     if breakdown:
         for (model, gpus), index in assumptions.fastest(rows, predictions).items():
             layout = " ".join(f"{axis}={rows[index][axis]}" for axis in ("dp", "pp", "tp", "mbs", "grad_acc", "zero"))
-            print(f"\n{model} on {gpus} GPUs, fastest of the table: {layout}\n{predictions[index].table()}")
+            print(f"\n{model} on {gpus} GPUs, fastest of the table: {layout}\n{breakdown_of(predictions[index])}")
     if sensitivity:
         _print_sensitivity(rows, lambda *how: predict_rows(rows, shapes, how[0], seq, recipe, how[1]), cluster)
     return 0
+
+
+def breakdown_of(one: Estimate) -> str:
+    """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
+    slow, fast = one.speed_range
+    few, most = (size / one.gb for size in one.memory_range)
+    shares = {"MFU": one.mfu, "MFU of causal pairs": one.causal_mfu, "HFU with recomputation": one.hfu}
+    lines = [
+        f"step {one.step_s:.3g} s, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
+        f"{slow:,.0f} to {fast:,.0f}",
+        "where the time goes (modelled):",
+        *_bars(one.seconds_by_part, "s"),
+        f"peak {one.memory_bytes / one.gb:.1f} {one.unit}; nine in ten such runs: {few:.1f} to {most:.1f}",
+        "what the memory is (modelled):",
+        *_bars({kind: size / one.gb for kind, size in one.bytes_by_kind.items()}, one.unit),
+        ", ".join(f"{name} {share:.1%}" for name, share in shares.items()),
+        *([one.note] if one.note else []),
+    ]
+    return "\n".join(lines)
+
+
+def _bars(amounts: dict[str, float], unit: str) -> list[str]:
+    total = sum(amounts.values())
+    ranked = sorted(((size, name) for name, size in amounts.items() if size > 0.005 * total), reverse=True)
+    return [
+        f"  {name:16s}{size:9.2f} {unit} {size / total:5.0%}  {'#' * round(40 * size / total)}" for size, name in ranked
+    ]
 
 
 def calibrate_cluster(

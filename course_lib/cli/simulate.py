@@ -9,8 +9,10 @@ from json import dumps as as_json
 from tyro.conf import OmitArgPrefixes, UseAppendAction
 
 from course_lib.cli.asked import Device, Techniques, Tokens, model_asked
+from course_lib.estimate.estimate import SPREAD
 from course_lib.hardware import GB, GPU
 from course_lib.layout import Layout
+from course_lib.memory.budget import overheads_of
 from course_lib.run import Run
 from course_lib.units import aligned
 from course_lib.validate import number, whole
@@ -45,7 +47,7 @@ def simulate_layout(
     whole("seq", seq)
     recipe, fields = how.recipe_on(gpu), how.run_fields()
     asked = Run(model_asked(model, seq), layout_of(layout), seq, recipe, **fields)
-    found = report(simulate_ranks(asked, stage or "all", skew=skew), gpu)
+    found = report(asked, simulate_ranks(asked, stage or None, skew), gpu)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -68,12 +70,15 @@ def layout_of(text: str) -> Layout:
 # --- from numbers to words
 
 
-def report(simulation, device: GPU) -> dict:
+def report(run: Run, simulated: list, device: GPU) -> dict:
     """All that was found, as JSON can hold it; bytes are integers."""
     from course_lib.devices import peak_memory_bytes
 
-    run, layout, usable = simulation.run, simulation.run.layout, device.usable_bytes
-    ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]
+    layout, usable = run.layout, device.usable_bytes
+    ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulated]
+    peak_bytes = max(rank.peak_bytes for rank in simulated)
+    most = SPREAD["other", "one stage" if layout.pp == 1 else "pipeline"].memory[1] * peak_bytes
+    most += sum(overheads_of(run).values())
     return {
         "model": run.config.name,
         "gpu": {"name": device.name, "usable_bytes": usable},
@@ -84,12 +89,14 @@ def report(simulation, device: GPU) -> dict:
         "recipe": run.recipe,
         "tokens_per_step": layout.sequences_per_step * run.seq_len,
         "ranks": ranks,
-        "peak_bytes": simulation.peak_bytes,
-        "fits": simulation.peak_bytes <= usable,
+        "peak_bytes": peak_bytes,
+        "fits": peak_bytes <= usable,
+        "room": "does not fit" if peak_bytes > usable else "tight" if most > usable else "fits",
+        "nine_in_ten_bytes": round(most),
         "flops_of_all_ranks": sum(rank["flops"] for rank in ranks) * layout.world_size // layout.pp
         if len(ranks) == layout.pp
         else None,
-        "seconds": round(simulation.seconds, 3),
+        "seconds": round(sum(rank.seconds for rank in simulated), 3),
         "host_peak_bytes": peak_memory_bytes(),
     }
 
@@ -123,9 +130,12 @@ def what_fits(found: dict) -> str:
     largest = max(found["ranks"], key=lambda rank: rank["peak_bytes"])
     peak, usable = largest["peak_bytes"] / GB, found["gpu"]["usable_bytes"] / GB
     where = f"stage {name_of(largest)} needs {peak:.1f} GB of {usable:.1f}"
-    if found["fits"]:
-        return f"fits: {where}, {usable - peak:.1f} GB remain for what is no tensor (CUDA context, NCCL, fragments)"
-    return f"does NOT fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
+    if found["room"] == "does not fit":
+        return f"does not fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
+    remain = f"{where}, {usable - peak:.1f} GB remain for what is no tensor (CUDA context, NCCL, fragments)"
+    if found["room"] == "fits":
+        return f"fits: {remain}"
+    return f"tight: {remain}; with that nine in ten such runs needed at most {found['nine_in_ten_bytes'] / GB:.1f} GB"
 
 
 def advice(layout: dict, by_kind: dict[str, int]) -> str:

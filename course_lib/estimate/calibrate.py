@@ -66,11 +66,9 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
 
     if not len(measured_s):
         raise ValueError("there is no measured run; give one to three")
-    names = list(Calibration.__dataclass_fields__)[: len(measured_s)]
 
     def off(logs: np.ndarray) -> np.ndarray:
-        factors = Calibration(**{name: float(np.exp(log)) for name, log in zip(names, logs, strict=True)})
-        return np.concatenate([np.log(predicted_s(factors)) - np.log(measured_s), HELD * logs])
+        return np.concatenate([np.log(predicted_s(_factors(np.exp(logs)))) - np.log(measured_s), HELD * logs])
 
     def descend(logs: np.ndarray) -> np.ndarray:
         """Gauss-Newton; steps are smooth in these but where a link begins to be hidden."""
@@ -81,9 +79,14 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
                 break
         return logs
 
-    starts = ([0.0 if name == "compute" else link for name in names] for link in STARTS)  # a hidden link has no slope
+    starts = ([0.0, link, link][: len(measured_s)] for link in STARTS)  # a hidden link has no slope
     logs = min((descend(np.array(start)) for start in starts), key=lambda one: float(off(one) @ off(one)))
-    return Calibration(**{name: round(float(np.exp(log)), 4) for name, log in zip(names, logs, strict=True)})
+    return _factors(np.exp(logs).round(4))
+
+
+def _factors(values: np.ndarray) -> Calibration:
+    """As many of the factors as there are values, in order; the others stay 1."""
+    return Calibration(*values.tolist())
 
 
 def _slopes(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
@@ -103,17 +106,12 @@ def ranges(
     """
     import numpy as np
 
-    names = list(Calibration.__dataclass_fields__)[:num_runs]
-    values = np.array([getattr(found, name) for name in names])
-
-    def steps(logs: np.ndarray) -> np.ndarray:
-        return np.log(predicted_s(Calibration(**dict(zip(names, map(float, np.exp(logs)), strict=True)))))
-
-    slopes = _slopes(steps, np.log(values))
-    sigmas = HELD * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes + HELD**2 * np.eye(len(names)))))
+    fitted = dict(list(asdict(found).items())[:num_runs])
+    slopes = _slopes(lambda logs: np.log(predicted_s(_factors(np.exp(logs)))), np.log(list(fitted.values())))
+    sigmas = HELD * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes + HELD**2 * np.eye(len(fitted)))))
     return {
         name: (float(value / np.exp(sigma)), float(value * np.exp(sigma)))
-        for name, value, sigma in zip(names, values, sigmas, strict=True)
+        for (name, value), sigma in zip(fitted.items(), sigmas, strict=True)
     }
 
 

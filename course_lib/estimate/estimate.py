@@ -4,7 +4,7 @@ Bytes by kind are those of memory/, seconds by part those of the clock (timing/s
 (engines.py). Here stands how far such estimates were off, and whether that leaves room.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from course_lib.engines import ENGINES, EngineFacts, engine_of
@@ -13,7 +13,6 @@ from course_lib.flops import attention_flops_per_token, flops_per_token, layer_m
 from course_lib.hardware import GB, MOST_NODES, Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.run import Run
-from course_lib.timing.layer import repeated_flops
 from course_lib.timing.rates import RATES, Rates, hfu, mfu
 from course_lib.timing.step import step_time
 from course_lib.validate import Bytes, Checked, Positive, check_fields, checked
@@ -29,6 +28,7 @@ class Spread:
 
     memory: tuple[Positive, Positive]
     speed: tuple[Positive, Positive]
+    note: str = ""  # what else those runs showed, told with the answer
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -38,14 +38,17 @@ class Spread:
                 raise ValueError(f"{name} is ({low}, {high}); the estimate must be inside: give factors around 1")
 
 
+_WAITED = "of measured runs on 64 nodes of this network many waited several times as long as they computed"
+_STALLED = "of measured pipelines on 16 to 64 nodes of this network many ran 5 to 10 times slower"
+
 # From benchmarks/errors.py --fit-rates: measured runs of nanotron on EFA, and published runs of other engines. A run on
 # 80 GB is a bound: it needed no more. On 64 nodes all pipelines waited, as the clock says; on fewer only some did.
 SPREAD: dict[tuple[str, str], Spread] = {
     ("measured network", "one stage"): Spread((0.88, 1.16), (0.70, 1.45)),
-    ("measured network", "one stage, 64 nodes"): Spread((0.66, 1.10), (0.70, 4.05)),
+    ("measured network", "one stage, 64 nodes"): Spread((0.66, 1.10), (0.70, 4.05), _WAITED),
     ("measured network", "pipeline"): Spread((0.90, 1.13), (0.35, 1.23)),
-    ("measured network", "pipeline, 16 to 63 nodes"): Spread((0.84, 1.31), (0.15, 1.95)),
-    ("measured network", "pipeline, 64 nodes"): Spread((0.90, 1.15), (0.81, 1.12)),
+    ("measured network", "pipeline, 16 to 63 nodes"): Spread((0.84, 1.31), (0.15, 1.95), _STALLED),
+    ("measured network", "pipeline, 64 nodes"): Spread((0.90, 1.15), (0.81, 1.12), _STALLED),
     ("other", "one stage"): Spread((0.95, 1.06), (0.88, 1.15)),
     ("other", "pipeline"): Spread((0.80, 1.26), (0.88, 1.20)),
 }
@@ -117,11 +120,6 @@ class Estimate(Checked):
         return f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} ({size / GB:.1f} GB)"
 
     @property
-    def missing_bytes(self) -> float:
-        """How much more the card would have to hold; 0 where the estimate is within it."""
-        return max(0.0, self.memory_bytes - self.usable_bytes)
-
-    @property
     def why(self) -> str:
         """What takes most of the memory, and most of the time, in one sentence each."""
         memory, kind = max((size, kind) for kind, size in self.bytes_by_kind.items())
@@ -143,12 +141,6 @@ class Estimate(Checked):
         return tuple(fixed + factor * (self.memory_bytes - fixed) for factor in self.spread.memory)
 
     @property
-    def logged_range(self) -> tuple[float, float]:
-        """The same as the engine's log would tell it."""
-        more = self.memory_bytes - self.logged_bytes
-        return tuple(size - more for size in self.memory_range)
-
-    @property
     def speed_range(self) -> tuple[float, float]:
         """Tokens/s of a GPU between which nine in ten such runs lay."""
         return tuple(factor * self.tokens_per_s_per_gpu for factor in self.spread.speed)
@@ -158,34 +150,9 @@ class Estimate(Checked):
         """Seconds of a step between which nine in ten such runs lay."""
         return tuple(self.step_s / factor for factor in reversed(self.spread.speed))
 
-    def table(self) -> str:
-        """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
-        slow, fast = self.speed_range
-        few, most = (size / self.gb for size in self.memory_range)
-        lines = [
-            f"step {self.step_s:.3g} s, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
-            f"{slow:,.0f} to {fast:,.0f}",
-            "where the time goes (modelled):",
-            *_bars(self.seconds_by_part, "s"),
-            f"peak {self.memory_bytes / self.gb:.1f} {self.unit}; nine in ten such runs: {few:.1f} to {most:.1f}",
-            "what the memory is (modelled):",
-            *_bars({kind: size / self.gb for kind, size in self.bytes_by_kind.items()}, self.unit),
-        ]
-        shares = (self.mfu, self.causal_mfu, self.hfu)
-        names = ("MFU", "MFU of causal pairs", "HFU with recomputation")
-        lines.append(", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True)))
-        return "\n".join(lines + ([self.note] if self.note else []))
-
-
-def _bars(amounts: dict[str, float], unit: str) -> list[str]:
-    total = sum(amounts.values())
-    ranked = sorted(((size, name) for name, size in amounts.items() if size > 0.005 * total), reverse=True)
-    return [
-        f"  {name:16s}{size:9.2f} {unit} {size / total:5.0%}  {'#' * round(40 * size / total)}" for size, name in ranked
-    ]
-
 
 @checked
+@lru_cache(maxsize=4096)
 def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> Estimate:
     """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
 
@@ -195,7 +162,25 @@ def estimate(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", r
     _check_engine(run, engine)
     if run.fp8:
         peak_flops(cluster.gpu, "fp8")
-    return _estimate(run, cluster, engine, rates)
+    layout, time, spread = run.layout, step_time(run, cluster, engine, rates), _spread_of(run, cluster, engine)
+    gpus, num_tokens = (time.total_s, layout.world_size, time.peak_flops_per_s), time.num_tokens
+    counted = num_tokens * counted_flops_per_token(run) if engine.counts_tied_twice else time.model_flops
+    once = num_tokens * flops_per_token(run.config, run.seq_len)
+    executed = step_flops(run.config, num_tokens, run.seq_len, layout.recompute, operators=run.operators)
+    return Estimate(
+        run,
+        held_bytes(run, cluster, engine, time, rates),
+        time.parts,
+        time.tokens_per_s_per_gpu,
+        mfu=mfu(counted, *gpus),
+        causal_mfu=time.causal_mfu,
+        hfu=hfu(counted + (executed - once), *gpus),
+        usable_bytes=float(cluster.gpu.usable_bytes),
+        spread=spread,
+        note=spread.note,
+        gb=engine.log_unit,
+        log_reserved=engine.log_reserved,
+    )
 
 
 def _check_engine(run: Run, engine: EngineFacts) -> None:
@@ -216,30 +201,6 @@ def _check_engine(run: Run, engine: EngineFacts) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
-def _estimate(run: Run, cluster: Cluster, engine: EngineFacts, rates: Rates) -> Estimate:
-    layout, time = run.layout, step_time(run, cluster, engine, rates)
-    gpus, num_tokens = (time.total_s, layout.world_size, time.peak_flops_per_s), time.num_tokens
-    counted = num_tokens * counted_flops_per_token(run) if engine.counts_tied_twice else time.model_flops
-    once = num_tokens * flops_per_token(run.config, run.seq_len)
-    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - once
-    repeated += repeated_flops(run) if run.operators else 0
-    return Estimate(
-        run,
-        held_bytes(run, cluster, engine, time, rates),
-        time.parts,
-        time.tokens_per_s_per_gpu,
-        mfu=mfu(counted, *gpus),
-        causal_mfu=time.causal_mfu,
-        hfu=hfu(counted + repeated, *gpus),
-        usable_bytes=float(cluster.gpu.usable_bytes),
-        spread=_spread_of(run, cluster, engine),
-        note=_note(run, cluster),
-        gb=engine.log_unit,
-        log_reserved=engine.log_reserved,
-    )
-
-
 def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
     """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too. The
     memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue."""
@@ -253,15 +214,7 @@ def _spread_of(run: Run, cluster: Cluster, engine: EngineFacts) -> Spread:
     elif nodes >= _MANY_NODES and kind == "pipeline":
         kind += ", 16 to 63 nodes"
     there = SPREAD["measured network", kind]
-    return there if engine.queued_tensors else Spread(other.memory, there.speed)
-
-
-def _note(run: Run, cluster: Cluster) -> str:
-    nodes = run.layout.world_size / cluster.gpus_per_node * cluster.between.by_nodes
-    if run.layout.pp > 1 and nodes >= _MANY_NODES:
-        return "of measured pipelines on 16 to 64 nodes of this network many ran 5 to 10 times slower"
-    waited = "of measured runs on 64 nodes of this network many waited several times as long as they computed"
-    return waited if nodes >= MOST_NODES else ""
+    return there if engine.queued_tensors else replace(there, memory=other.memory)
 
 
 def counted_flops_per_token(run: Run) -> int:

@@ -1,53 +1,37 @@
 """Where a run does not fit: how much is missing, and what is nearest to it and would, each worked out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from course_lib.engines import EngineFacts
 from course_lib.estimate.estimate import Estimate, estimate
-from course_lib.hardware import GB, Cluster
+from course_lib.hardware import Cluster
 from course_lib.layout import DEFAULTS
 from course_lib.run import Offload, Run
 from course_lib.tensors import LoRA
-from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import checked
 
 _SHORTEST = 256  # tokens: shorter sequences are another question
 
 
-@dataclass(frozen=True)
-class Nearest:
-    """What would fit: the change in words, and the estimate of the run with it."""
-
-    change: str
-    estimate: Estimate
-
-    @property
-    def words(self) -> str:
-        one = self.estimate
-        of = f"{one.memory_bytes / GB:.1f} of {one.usable_bytes / GB:.1f} GB"
-        return f"{self.change}: {one.room}, {of}, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
-
-
 @checked
-def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> list[Nearest]:
-    """Return for each way to need less the least change of it that fits; none for a run that fits itself."""
-    if estimate(run, cluster, engine, rates).room == "fits":
-        return []
-    found = []
+def nearest(run: Run, cluster: Cluster, engine: str | EngineFacts = "course") -> dict[str, Estimate]:
+    """Return for each way to need less the least change that fits, with its estimate; none for a run that fits."""
+    if estimate(run, cluster, engine).room == "fits":
+        return {}
+    found: dict[str, Estimate] = {}
     for way in _ways(run):
         for change, changes in way.items():
             of_layout = {name: value for name, value in changes.items() if name in DEFAULTS}
             of_run = {name: value for name, value in changes.items() if name not in DEFAULTS}
             try:
-                other = replace(run, layout=replace(run.layout, **of_layout), **of_run)
-                one = estimate(other, cluster, engine, rates)
+                one = estimate(replace(run, layout=replace(run.layout, **of_layout), **of_run), cluster, engine)
             except ValueError:  # what cannot be: nothing further this way
                 break
             if one.room == "fits":
-                found.append(Nearest(change, one))
+                found[change] = one
                 break
-    return sorted(found, key=lambda one: -one.estimate.tokens_per_s_per_gpu)
+    return dict(sorted(found.items(), key=lambda item: -item[1].tokens_per_s_per_gpu))
 
 
 def _ways(run: Run) -> Iterator[dict[str, dict]]:

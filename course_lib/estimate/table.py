@@ -1,8 +1,8 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep expert_tp sp seq precision recompute states finetune optimizer offload attention loss_chunks
-                  schedule v layers_of_stage dp_replicate cp_method cp_sharding
+    and, if there cp ep expert_tp sp regather seq precision recompute states finetune optimizer offload attention
+                  loss_chunks schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
                 mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
                 the lower end of the error bar does, and "why" tells it in words: fits, tight, does not fit
@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from math import ceil
 from pathlib import Path
 from typing import get_args
@@ -29,15 +30,16 @@ from course_lib.tensors import LoRA
 from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import Size, checked, one_of, show
 
-READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
+# Columns by what they are called in a Layout: those that each table has, and those that it may have.
+SIZES = {"mbs": "micro_batch", "grad_acc": "micro_batches", "dp": "dp", "pp": "pp", "tp": "tp", "zero": "zero_stage"}
+READ = ("nodes", "gpus", *SIZES)
+MORE_SIZES = ("cp", "ep", "expert_tp", "v", "dp_replicate")
+WORDS = ("schedule", "cp_method", "cp_sharding", "layers_of_stage")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
-# Columns that a table may have beside, named as in a Layout.
-WHOLE = ("cp", "ep", "expert_tp", "v", "dp_replicate")
-WORDS = ("schedule", "cp_method", "cp_sharding", "layers_of_stage")
 KNOWN = {
-    "model", *READ, *WHOLE, *WORDS, "sp", "seq", "precision", "recompute", "states", "finetune", "optimizer",
-    "attention", "loss_chunks", "offload", "status", "step_s", "tok_s_gpu",
+    "model", *READ, *MORE_SIZES, *WORDS, "sp", "regather", "seq", "precision", "recompute", "states", "finetune",
+    "optimizer", "attention", "loss_chunks", "offload", "status", "step_s", "tok_s_gpu",
 }  # fmt: skip
 RECOMPUTE = (*get_args(Recompute), "operators")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
@@ -52,56 +54,50 @@ def run_of(
     """Make the run of one row, with the engine's states unless the row tells its own."""
     if (name := row.get("model")) not in models:
         raise ValueError(f"model is {name!r}; known: {', '.join(models) or 'presets'}; give others by --models")
-    numbers = {column: _whole(row, column) for column in READ}
-    axes = {column: _whole(row, column) for column in WHOLE if row.get(column)}
-    axes |= {axis: numbers[axis] for axis in ("dp", "pp", "tp")}
-    ranks, by_cp = axes["dp"] * axes["pp"] * axes["tp"] * axes.get("cp", 1), " x cp" * (axes.get("cp", 1) > 1)
-    if numbers["gpus"] != ranks:
-        raise ValueError(f"gpus is {numbers['gpus']}, but dp x pp x tp{by_cp} is {ranks}")
+    config, facts = models[name], engine_of(engine)
+    numbers = {column: _whole(column, row.get(column)) for column in READ}
+    sizes = {SIZES[column]: numbers[column] for column in SIZES}
+    sizes |= {column: _whole(column, row[column]) for column in MORE_SIZES if row.get(column)}
+    cp = sizes.get("cp", 1)
+    if numbers["gpus"] != (ranks := sizes["dp"] * sizes["pp"] * sizes["tp"] * cp):
+        raise ValueError(f"gpus is {numbers['gpus']}, but dp x pp x tp{' x cp' * (cp > 1)} is {ranks}")
     words = {column: row[column] for column in WORDS if row.get(column)}
     if layers := words.get("layers_of_stage"):
-        words["layers_of_stage"] = tuple(_whole_text("layers_of_stage", part) for part in layers.split("-"))
-    elif models[name].num_layers < axes["pp"] <= models[name].num_layers + engine_of(engine).other_blocks:
-        words["layers_of_stage"] = tuple(layers_by_cost(models[name], axes["pp"]))
+        words["layers_of_stage"] = tuple(_whole("layers_of_stage", part) for part in layers.split("-"))
+    elif config.num_layers < sizes["pp"] <= config.num_layers + facts.other_blocks:
+        words["layers_of_stage"] = tuple(layers_by_cost(config, sizes["pp"]))
     recompute = _word(row, "recompute", RECOMPUTE)
-    sharded_sequence = axes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
+    sharded_sequence = sizes["tp"] > 1 and _word(row, "sp", ("yes", "no")) == "yes"
+    gathers_again = _word(row, "regather", ("yes", "no")) == "yes" if facts.name == "course" else facts.regathers
     layout = Layout(
-        **axes,
+        **sizes,
         **words,
-        zero_stage=numbers["zero"],
         sequence_parallel=sharded_sequence,
-        regather=sharded_sequence,
-        micro_batch=numbers["mbs"],
-        micro_batches=numbers["grad_acc"],
+        regather=sharded_sequence and gathers_again,
         recompute="none" if recompute == "operators" else recompute,
     )
-    tokens = _whole(row, "seq") if row.get("seq") else seq_len
-    config = models[name]
+    tokens = _whole("seq", row["seq"]) if row.get("seq") else seq_len
     if tokens > config.max_seq_len and config.family == "llama":
         config = replace(config, max_seq_len=tokens)
     precision = _word(row, "precision", PRECISIONS)
-    recipe = row.get("states") or _STATES_IN.get(precision) or engine_of(engine).recipe
     finetune = _word(row, "finetune", ("full", "lora", "qlora"))
     return Run(
         config,
         layout,
         tokens,
-        recipe,
+        row.get("states") or _STATES_IN.get(precision) or facts.recipe,
         attention=_word(row, "attention", ("fused", "standard")),
         optimizer=_word(row, "optimizer", OPTIMIZERS),
         lora=None if finetune == "full" else LoRA(_LORA_RANK, four_bits=finetune == "qlora"),
         offload=offload_of(row.get("offload") or ""),
-        loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
+        loss_chunks=_whole("loss_chunks", row.get("loss_chunks") or "1"),
         fp8=precision == "fp8",
         operators=recompute == "operators",
     )
 
 
-def _whole(row: Mapping[str, str], column: str) -> int:
-    return _whole_text(column, (row.get(column) or "").strip().removesuffix(".0"))  # as spreadsheets write them
-
-
-def _whole_text(column: str, text: str) -> int:
+def _whole(column: str, text: str | None) -> int:
+    text = (text or "").strip().removesuffix(".0")  # as spreadsheets write them
     if not re.fullmatch(r"[0-9]{1,18}", text):  # str.isdigit is true of a superscript
         raise ValueError(f"{column} is {show(text)}; required: a whole number")
     return int(text)
@@ -124,17 +120,15 @@ def offload_of(text: str) -> Offload:
 def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Read a CSV file: the rows by column, whatever the case of its names; lines without a value are left out."""
     try:
-        return _read_rows(path, Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+        lines = [(reader.line_num, [value.strip() for value in values]) for values in reader]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}); give a CSV file") from None
     except csv.Error as error:
         raise ValueError(f"{path} cannot be read as CSV ({error}); give another") from None
-
-
-def _read_rows(path: str | Path, text: str) -> list[dict[str, str]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), restval="", skipinitialspace=True)
-    names = [name.strip() for name in reader.fieldnames or ()]
-    columns = [name.lower() if name.lower() in KNOWN else name for name in names]
+    header = lines[0][1] if lines else []
+    columns = [name.lower() if name.lower() in KNOWN else name for name in header]
     if missing := [column for column in ("model", *READ) if column not in columns]:
         raise ValueError(
             f"{path} has no column {', '.join(missing)}; required: model, {', '.join(READ)}, separated by commas; "
@@ -142,17 +136,10 @@ def _read_rows(path: str | Path, text: str) -> list[dict[str, str]]:
         )
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise ValueError(f"{path} has column {', '.join(twice)} twice; give each once")
-    reader.fieldnames = columns
-    rows = []
-    for row in reader:
-        if None in row:
-            raise ValueError(
-                f"{path}, line {reader.line_num} has {len(row[None])} values more than the header; give one a column"
-            )
-        row = {name: value.strip() for name, value in row.items()}
-        if any(row.values()):
-            rows.append(row)
-    return rows
+    for number, values in lines[1:]:
+        if (more := len(values) - len(columns)) > 0:
+            raise ValueError(f"{path}, line {number} has {more} values more than the header; give one a column")
+    return [dict(zip_longest(columns, values, fillvalue="")) for _, values in lines[1:] if any(values)]
 
 
 def predict_rows(
@@ -180,11 +167,12 @@ def predict_rows(
 
 def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | EngineFacts) -> list[str]:
     """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
-    gpus, notes = _whole(row, "gpus"), []
+    gpus, notes = _whole("gpus", row["gpus"]), []
     nodes = ceil(gpus / cluster.gpus_per_node)
-    if _whole(row, "nodes") != nodes:
+    if _whole("nodes", row["nodes"]) != nodes:
         notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
-    if engine_of(engine).name == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
+    least = _whole("pp", row["pp"]) - 1
+    if engine_of(engine).name == "nanotron" and _whole("grad_acc", row["grad_acc"]) < least:
         notes.append(f"nanotron takes {least} micro-batches or more")
     return notes
 
@@ -193,7 +181,8 @@ def told(one: Estimate | str) -> dict[str, str]:
     """The columns that are added to a row, bars too; one that cannot be has no numbers, does not fit, and says why."""
     if isinstance(one, str):
         return dict.fromkeys((*ADDED, *BARS), "") | {"fits": "no", "why": one}
-    bars = (*(size / one.gb for size in one.logged_range), *one.speed_range)
+    not_logged = one.memory_bytes - one.logged_bytes
+    bars = (*((size - not_logged) / one.gb for size in one.memory_range), *one.speed_range)
     return {
         "predicted_mem_gb": f"{one.logged_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",

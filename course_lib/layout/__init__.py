@@ -2,8 +2,7 @@
 
 partition.py          elements, heads and layers divided over ranks; which numbers of ranks suit them
 mesh.py               the mesh pp x dp x cp x tp: rank <-> coordinates, and who is near whom
-sequence_sharding.py  which tokens each rank of context parallelism has, and what of the mask is whose
-block_pairs.py        how much of the mask each rank computes at each step of a ring
+sequence_sharding.py  which tokens each rank of context parallelism has, and how much of the mask it computes when
 experts.py            which rank has which experts
 check.py              what a layout cannot be, why, and the nearest that can
 record.py             `Layout`: sizes and choices in one record, checked when made

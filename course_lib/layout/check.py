@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
-from course_lib.layout.experts import check_expert_parallel
+from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.mesh import AXES, check_groups, check_order
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
@@ -44,7 +44,7 @@ Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or
 
 
 def _size(name: str, layout: Layout) -> str | None:
-    if isinstance(size := getattr(layout, name), bool) or not isinstance(size, int) or size < 1:
+    if type(size := getattr(layout, name)) is not int or size < 1:
         return f"{name} ({size!r}) must be a whole number, 1 or more"
 
 
@@ -90,7 +90,7 @@ def _layers_of_stage(layout: Layout) -> str | None:
     if (layers := layout.layers_of_stage) is None:
         return None
     if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 0 for count in layers):
-        return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage"
+        return f"layers_of_stage is {layers!r}; it must have one number, 0 or more, for each stage, like 3-5"
     if len(layers) != (stages := layout.num_stages):
         told = f"layers_of_stage {list(layers)} has {len(layers)} stages"
         return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
@@ -148,8 +148,7 @@ def _heads_for_ulysses(config: ModelConfig, layout: Layout) -> str | None:
 
 def _experts(config: ModelConfig, layout: Layout) -> str | None:
     if config.moe is not None:
-        cut, method = 1 if layout.folded else layout.tp, layout.expert_method
-        check_expert_parallel(config, layout.data_size * layout.fold, layout.ep, cut, None, method)
+        ExpertLayout(config.moe.num_experts, layout.ep)
     elif layout.ep > 1:
         return f"ep ({layout.ep}) spreads experts, but {config.name} has 0 of them"
 
@@ -254,7 +253,7 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
         return [[AXES] if name == "order" else [1, layout.tp]]
     if name == "layers_of_stage":
         stages = layout.num_stages
-        total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
+        total = config.num_layers if config else sum(map(_whole, value)) if isinstance(value, tuple) else 0
         return [[tuple(even_layers(total, stages))] if total >= stages else [None]]
     close = difflib.get_close_matches(str(value), map(str, CHOICES[name]), n=1)
     return [sorted(CHOICES[name], key=lambda choice: (str(choice) not in close, choice != "1f1b"))]

@@ -3,12 +3,10 @@
 layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
 """
 
-import math
 from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_heads, piece_sizes
-from course_lib.validate import Count, Positive, Size, check_fields, checked
+from course_lib.validate import Size, check_fields
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows travel; traffic/routing.py has the bytes
 
@@ -59,43 +57,19 @@ def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
-@checked(num_tokens=Count, top_k=Size, num_experts=Size, capacity_factor=Positive)
-def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
-
-    Raises   ValueError unless the factor is more than 0
-    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
-    """
-    if not capacity_factor > 0:
-        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
-    share = capacity_factor * top_k * num_tokens / num_experts
-    return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
-
-
-def check_ep(dp_size: Size, ep_size: Size) -> None:
+def check_ep(dp_size: int, ep_size: int) -> None:
     """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
     if dp_size % ep_size:
         raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
 
 
 def check_expert_parallel(
-    config: ModelConfig,
-    dp_size: Size,
-    ep_size: Size,
-    tp_size: Size = 1,
-    ranks_per_node: Size | None = None,
-    method: str = "plain",
+    config: ModelConfig, dp_size: int, ep_size: int, ranks_per_node: int | None = None
 ) -> ExpertLayout:
-    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts."""
+    """How the experts of a config lie on dp = ep x expert_dp ranks."""
     if config.moe is None:
         raise ValueError(
             f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
         )
     check_ep(dp_size, ep_size)
-    layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
-    if method not in METHODS or method == "padded":
-        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
-    check_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
-        raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
-    return layout
+    return ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)

@@ -17,10 +17,12 @@ parallelism")
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from course_lib.validate import Size, check_fields, checked, one_of
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
+DATA = ("dp", "cp")  # along which ranks have other tokens
 ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
 REPLICA_AXES = ("shard", "replicate", "expert_shard", "expert_replicate")  # and what ZeRO makes of it with replicas
 
@@ -84,35 +86,24 @@ class Mesh:
             rank = rank * size + index
         return rank
 
-    def ranks_along(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from `rank` along `axis` only, itself included, in order."""
-        one_of("axis", axis, AXES)
-        stride = self.strides[axis]
-        first = rank - self.coordinates(rank)[axis] * stride
-        return [first + index * stride for index in range(getattr(self, axis))]
-
-    def data_ranks(self, rank: int) -> list[int]:
-        """The ranks that differ from `rank` in dp and cp only, itself included, in order."""
-        return sorted(other for one in self.ranks_along("cp", rank) for other in self.ranks_along("dp", one))
-
-    def expert_ranks(self, rank: int, folded: bool = False) -> list[int]:
-        """The ranks over which experts are spread, in order: those of data, folded also those of their tp groups."""
-        data = self.data_ranks(rank)
-        return sorted(other for one in data for other in self.ranks_along("tp", one)) if folded else data
+    def ranks_along(self, axes: str | Sequence[str], rank: int) -> list[int]:
+        """The ranks that differ from `rank` along this axis only, or along these, itself included, in order."""
+        axes = (axes,) if isinstance(axes, str) else axes
+        for axis in axes:
+            one_of("axis", axis, AXES)
+        here, strides = self.coordinates(rank), self.strides
+        first = rank - sum(here[axis] * strides[axis] for axis in axes)
+        steps = [range(0, getattr(self, axis) * strides[axis], strides[axis]) for axis in axes]
+        return sorted(first + sum(step) for step in product(*steps))
 
     def members(self, rank: int, ep_size: int = 1, replicas: int = 1, folded: bool = False) -> dict[str, list[int]]:
         """The ranks of each group of `rank`, by axis of ALL_AXES, and of REPLICA_AXES; folded: experts over tp too."""
-        fold = self.tp if folded else 1
-        check_groups(self.dp, self.cp, ep_size, replicas, fold)
-        data, experts = self.data_ranks(rank), self.expert_ranks(rank, folded)
-        run, place = divmod(experts.index(rank), ep_size)
-        groups = {axis: self.ranks_along(axis, rank) for axis in AXES} | {
-            "data": data,
-            "ep": experts[run * ep_size : (run + 1) * ep_size],
-            "expert_dp": experts[place::ep_size],
-        }
+        check_groups(self.dp, self.cp, ep_size, replicas, self.tp if folded else 1)
+        groups = {axis: self.ranks_along(axis, rank) for axis in AXES} | {"data": self.ranks_along(DATA, rank)}
+        experts = self.ranks_along(_experts(folded), rank)
+        groups["ep"], groups["expert_dp"] = _neighbours_and_peers(experts, rank, len(experts) // ep_size)
         if replicas > 1:
-            groups["shard"], groups["replicate"] = _neighbours_and_peers(data, rank, replicas)
+            groups["shard"], groups["replicate"] = _neighbours_and_peers(groups["data"], rank, replicas)
             expert_groups = _neighbours_and_peers(groups["expert_dp"], rank, replicas)
             groups["expert_shard"], groups["expert_replicate"] = expert_groups
         return groups
@@ -126,6 +117,11 @@ def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
+
+
+def _experts(folded: bool) -> tuple[str, ...]:
+    """The axes over whose ranks experts are spread."""
+    return (*DATA, "tp") if folded else DATA
 
 
 def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list[int], list[int]]:
@@ -159,8 +155,6 @@ def check_groups(dp: Size, cp: Size, ep_size: Size, replicas: Size = 1, fold: Si
 class AxisLinks:
     """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them."""
 
-    size: int  # ranks of a group
-    in_node: int  # of these, how many are on a rank's own node, itself included: the fewest
     nodes: int  # over which a group is spread: the most
     kind: str  # "none" (of one rank) | "node" (each inside one node) | "network" (no two share a node) | "both"
 
@@ -171,30 +165,20 @@ def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1, folded: b
 
     Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
     """
-    of_rank_0, experts = mesh.members(0, ep_size, folded=folded), mesh.expert_ranks(0, folded)
-    shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
-        "ep": [experts[first : first + ep_size] for first in range(0, len(experts), ep_size)],
-        "expert_dp": [experts[place::ep_size] for place in range(ep_size)],
-    }
-    own_axes = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp")}
+    check_groups(mesh.dp, mesh.cp, ep_size, fold=mesh.tp if folded else 1)
+    over = {axis: (axis,) for axis in AXES} | {"data": DATA} | dict.fromkeys(("ep", "expert_dp"), _experts(folded))
     links = {}
-    for axis, groups in shapes.items():
-        if (size := len(groups[0])) == 1:
-            links[axis] = AxisLinks(1, 1, 1, "none")
-            continue
-        firsts = _places_in_node(mesh, own_axes.get(axis, ("dp", "cp", "tp")[: 2 + folded]), ranks_per_node)
+    for axis, own in over.items():
+        ranks, others = mesh.ranks_along(own, 0), [other for other in AXES if other not in own]
+        groups = [ranks]
+        if axis == "ep":
+            groups = [ranks[first : first + ep_size] for first in range(0, len(ranks), ep_size)]
+        elif axis == "expert_dp":
+            groups = [ranks[place::ep_size] for place in range(ep_size)]
+        firsts = {first % ranks_per_node for first in mesh.ranks_along(others, 0)}
         starts = [(group, first) for group in groups for first in firsts]
         counts = [Counter([(first + rank) // ranks_per_node for rank in group]).values() for group, first in starts]
-        in_node, nodes, shared = min(map(min, counts)), max(map(len, counts)), max(map(max, counts)) > 1
-        kind = "node" if nodes == 1 else "both" if shared else "network"
-        links[axis] = AxisLinks(size, in_node, nodes, kind)
+        nodes, inside = max(map(len, counts)), "node" if len(groups[0]) > 1 else "none"
+        across = "both" if max(map(max, counts)) > 1 else "network"
+        links[axis] = AxisLinks(nodes, across if nodes > 1 else inside)
     return links
-
-
-def _places_in_node(mesh: Mesh, own_axes: Sequence[str], ranks_per_node: int) -> set[int]:
-    """At which places of a node groups begin: the sums of the other axes' steps, whole nodes left out."""
-    places = {0}
-    for axis in set(AXES) - set(own_axes):
-        steps = {index * mesh.strides[axis] % ranks_per_node for index in range(min(mesh.sizes[axis], ranks_per_node))}
-        places = {(place + step) % ranks_per_node for place in places for step in steps}
-    return places

@@ -38,7 +38,10 @@ def kv_replication(config: ModelConfig, tp_size: int) -> int:
 @checked
 def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
     """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more."""
-    check_num_stages(num_layers, num_stages)
+    if num_stages > num_layers:
+        raise ValueError(
+            f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
+        )
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
@@ -66,7 +69,6 @@ def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
 
     Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
     """
-    check_num_stages(num_layers, num_stages)
     each, left = divmod(num_layers + 2, num_stages)
     if left or num_stages < 2 or each < 2:
         raise ValueError(
@@ -81,14 +83,6 @@ def check_layers(config: ModelConfig, layers: Sequence[Count], least: Count = 1)
     """Raises ValueError unless each stage has so many layers at least, and all together have the model's."""
     if sum(layers) != config.num_layers or min(layers) < least:
         raise ValueError(f"layers {list(layers)} must each be {least} or more, and {config.num_layers} together")
-
-
-def check_num_stages(num_layers: Size, num_stages: Size) -> None:
-    """Raises ValueError unless each stage can have a layer."""
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
-        )
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:

@@ -33,18 +33,16 @@ class Layout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    # over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data and tp, tp's ranks
-    ep: int = 1  # first where tp is innermost
+    # neighbours of data = dp x cp over which a layer's experts are spread; folded: of data and tp, the innermost first
+    ep: int = 1
     # over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts (folded)
     expert_tp: int | None = None  # None: tp where ep is at most dp x cp, else 1
     zero_stage: int = 0  # | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
-    dp_replicate: int = (
-        1  # HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum shards' gradients
-    )
+    # HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum shards' gradients
+    dp_replicate: int = 1
     sequence_parallel: bool = False  # norms and residual stream cut over tp along the sequence
-    regather: bool = (
-        False  # with that: matrices keep this rank's tokens alone for backward, and gather the others again
-    )
+    # with that: matrices keep this rank's tokens alone for backward, and gather the others again
+    regather: bool = False
     schedule: str = "1f1b"  # of the pipeline, a name of `schedules.SCHEDULES`
     v: int = 1  # stages a rank of "interleaved"
     micro_batch: int = 1  # sequences that go through the model at once, on each dp rank
@@ -180,24 +178,18 @@ def _known(name: str) -> str:
 
 
 def _from_text(name: str, text: str) -> object:
-    """The value of that name, of the type that it has in a layout."""
-    default = DEFAULTS[name]
-    if default is None and text.lower() == "none":
+    """The value of that name; what is not of its type stays text, which the layout's checks refuse."""
+    if isinstance(DEFAULTS[name], bool):
+        return _TRUTH.get(text.lower(), text)
+    if DEFAULTS[name] is None and text.lower() == "none":
         return None
-    if isinstance(default, bool):
-        if text.lower() not in _TRUTH:
-            raise ValueError(f"{name} is {text!r}; write true or false")
-        return _TRUTH[text.lower()]
-    if isinstance(default, int) or name == "expert_tp":
-        return _whole(name, text)
-    if name == "layers_of_stage":
-        return tuple(_whole(name, part) for part in text.split(BETWEEN_ITEMS))
-    return tuple(text.split(BETWEEN_ITEMS)) if name == "order" else text
+    if name in ("layers_of_stage", "order"):
+        return tuple(map(_whole_or_text, text.split(BETWEEN_ITEMS)))
+    return _whole_or_text(text)
 
 
-def _whole(name: str, text: str) -> int:
+def _whole_or_text(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        how = ", or several with - between them: 3-5" if name == "layers_of_stage" else f", like {name}=2"
-        raise ValueError(f"{name} is {text!r}; it must be a whole number{how}") from None
+        return text

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.config import ModelConfig, MoeConfig
-from course_lib.layout.experts import capacity_of
+from course_lib.config import ModelConfig, MoeConfig, capacity_of
 from course_lib.validate import Count, Size, checked
 
 

@@ -13,5 +13,6 @@ runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT: runs side by sid
 plans.py        PLAN, GAME: a layout for a job, by hand and by the search; PLANNER: for any model, with its files
 pipeline.py     PIPELINE: a schedule on the clock; PUZZLE: a schedule placed on a grid by hand
 experts.py      EXPERTS: load, drops, bytes within and between nodes
+synthetic_routing.py  tokens that choose experts at random, and what a capacity drops
 asked.py        all panels by name, asked in words and answered in plain data, for a host that is no Python
 """

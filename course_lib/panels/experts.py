@@ -2,12 +2,13 @@
 
 from collections import Counter
 
-from course_lib.layout.experts import ExpertLayout, capacity_of
+from course_lib.config import capacity_of
+from course_lib.layout.experts import ExpertLayout
 from course_lib.panels.controls import controls, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import columns
+from course_lib.panels.synthetic_routing import keep_fitting, synthetic_routing
 from course_lib.traffic.routing import moe_traffic
-from course_lib.traffic.synthetic_routing import keep_fitting, synthetic_routing
 from course_lib.units import show_bytes
 
 METHODS = (

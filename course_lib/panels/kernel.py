@@ -1,10 +1,10 @@
 """A matrix product by tiles on one GPU (lesson 13a): what takes longest, and how many multiprocessors have a tile."""
 
-from course_lib.hardware import gpu, peak_flops
+from course_lib.hardware import AMPERE, BLACKWELL, HOPPER, gpu, peak_flops
 from course_lib.panels.controls import controls
 from course_lib.panels.record import Panel, Shown
 from course_lib.panels.svg import bars
-from course_lib.timing.kernel import AMPERE, BLACKWELL, HOPPER, busy_share, product_bytes
+from course_lib.timing.kernel import busy_share, product_bytes
 
 COMPARED = {"a100-80": AMPERE, "h100": HOPPER, "b200": BLACKWELL}
 _ITEMSIZES = {"bf16": 2, "fp8": 1}

@@ -42,7 +42,7 @@ def layout_for(job: Job, values: Mapping) -> Layout:
         )
     with_tp, schedule = values["tp"] > 1, "interleaved" if values.get("v", 1) > 1 else "1f1b"
     follows = {"dp": dp, "micro_batches": micro_batches, "sequence_parallel": with_tp, "schedule": schedule}
-    return layout_of({**values, **follows, "regather": with_tp and job.engine == "course"})
+    return layout_of({**values, **follows, "regather": with_tp})
 
 
 def job_of(values: Mapping) -> Job:
@@ -124,7 +124,7 @@ def _draw_rank(job: str, **values) -> Shown:
     runs = {"best": best.run} | ({"yours": yours.run} if yours.run != best.run else {})
     charts, _ = compared("Yours and the best", runs, "best", JOBS[job].cluster, JOBS[job].engine)
     if not yours.fits:
-        missing = show_bytes(yours.missing_bytes)
+        missing = show_bytes(yours.memory_bytes - yours.usable_bytes)
         return charts, f"Your layout does not fit: {missing} too many. The best is {best.layout}."
     rank = f"Rank {num_faster + 1} of the {len(found.ranked)} fastest that fit"
     if num_faster == len(found.ranked):

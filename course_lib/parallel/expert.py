@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_parallel
+from course_lib.layout.experts import METHODS, ExpertLayout, check_ep, check_expert_parallel
 from course_lib.model.moe import MoE, moe_layers
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.engine import MicroBatches, ModelEngine, trainable
@@ -118,7 +118,9 @@ def build(
     Raises   ValueError if model or group do not allow it, before anything is sent or changed
     """
     dp_size = check_group(group, "build").size()
-    layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, 1, ranks_per_node, method)
+    layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, ranks_per_node)
+    if method not in METHODS[:-1]:
+        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
     _check_experts(model)
     per_node = layout.ranks_per_node if method == "once_per_node" else None
     groups = expert_groups(group, layout.ep_size, per_node)

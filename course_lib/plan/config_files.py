@@ -13,13 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from course_lib.config import MOE_PRESETS, PRESETS, ModelConfig
+from course_lib.config import MOE_PRESETS, PRESETS
 from course_lib.engines import ENGINES, File
 from course_lib.estimate import Estimate
 from course_lib.hardware import nodes_of
 from course_lib.layout.partition import even_layers
 from course_lib.run import Offload, Run, recipe_of
 from course_lib.validate import Positive, Size, checked
+
+_PRESETS = (PRESETS | MOE_PRESETS).values()
 
 
 @checked
@@ -54,7 +56,7 @@ def _names_of(engine: str, run: Run) -> dict[str, object]:
     file, config, recipe = ENGINES[engine].file, run.config, recipe_of(run.recipe).name
     names = {"run": run, "layout": run.layout, "config": config, "moe": config.moe, "recipe": recipe}
     names |= {"fields": file.recipes.get(recipe, {}), "words": file.words}
-    names |= {"preset": config.name if _is_preset(config) else None, "modules_of_stages": _modules_of_stages}
+    names |= {"preset": config.name if config in _PRESETS else None, "modules_of_stages": _modules_of_stages}
     refusals = _refusals(file, run) | {what.format_map(names): eval(when, names) for what, when in file.refuses.items()}
     if asked := [what for what, is_asked in refusals.items() if is_asked]:
         raise ValueError(f"{file.program} has no {', no '.join(asked)}; choose a run without")
@@ -99,10 +101,6 @@ def _refusals(file: File, run: Run) -> dict[str, bool]:
         f"matrices that tp {layout.tp} cuts unevenly": other and any(width % layout.tp for width in widths),
         f"rows of experts {layout.expert_method}": other and layout.expert_method != "plain",
     }
-
-
-def _is_preset(config: ModelConfig) -> bool:
-    return config in (PRESETS | MOE_PRESETS).values()
 
 
 # ---- templates
@@ -267,7 +265,7 @@ def _course(template: str, run: Run, gpus_per_node: int) -> str:
     """Return the command that starts the course's own trainer, the same on every node, or a batch script for Slurm: one
     torchrun a node, with 8 cores for each GPU."""
     nodes = nodes_of(run.layout.world_size, gpus_per_node)
-    if not _is_preset(run.config):
+    if run.config not in _PRESETS:
         raise ValueError(f"the course's trainer has presets alone, and {run.config.name} is none; choose a preset")
     return _fill(template, **_names_of("course", run), nodes=nodes, gpus=run.layout.world_size // nodes)
 

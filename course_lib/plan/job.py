@@ -1,6 +1,6 @@
 """What a plan is asked for: this model, on so many of these GPUs, with so many tokens in a step; a layout of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -57,6 +57,8 @@ class Job:
     def run(self, layout: Layout) -> Run:
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
         recipe = _WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
+        if self.facts.regathers and layout.sequence_parallel and not layout.regather:
+            layout = replace(layout, regather=layout.tp > 1)  # as this engine always does
         how = ("optimizer", "lora", "offload", "attention", "loss_chunks", "fp8")
         return Run(self.config, layout, self.seq_len, recipe, **{name: getattr(self, name) for name in how})
 

@@ -65,6 +65,7 @@ def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -
 
 def _run_of(row: dict[str, str]) -> MeasuredRun:
     sizes = {name: int(row[name]) for name in ("dp", "tp", "pp", "micro_batch", "micro_batches")}
-    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=sizes["tp"] > 1)
+    with_tp = sizes["tp"] > 1
+    layout = Layout(**sizes, zero_stage=int(row["zero"]), sequence_parallel=with_tp, regather=with_tp)
     speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
     return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)

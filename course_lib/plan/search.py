@@ -21,7 +21,7 @@ from course_lib.memory.peak import instants, stage_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.run import recipe_of
-from course_lib.timing.exchange import numel_of_rank
+from course_lib.timing.data import numel_of_rank
 from course_lib.timing.layer import stages_of
 from course_lib.timing.step import StepTime, least_waiting_slots, step_time
 from course_lib.validate import Size, checked
@@ -61,7 +61,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     if not ranked:
         raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
-    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), num_tried)
+    return Plan(job, best, ranked, front(ranked), tuple(_nearest(job, best, ranked, lost)), num_tried)
 
 
 def ranked_s(option: Estimate) -> float:
@@ -72,8 +72,9 @@ def ranked_s(option: Estimate) -> float:
 def advised(ranked: Sequence[Estimate]) -> Estimate:
     """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
 
-    First those that fit and are not tight, where all are tight the one with the least memory; then the most tokens of a
-    micro-batch for each GPU, fewer axes, less ZeRO, no interleaving, no recomputation.
+    First those that fit and are not tight, where all are tight those with the least memory, to a hundredth of what
+    there is; then the most tokens of a micro-batch for each GPU, fewer axes, less ZeRO, no interleaving, no
+    recomputation.
     """
     near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
     return min(near, key=_complexity)
@@ -82,10 +83,14 @@ def advised(ranked: Sequence[Estimate]) -> Estimate:
 def _complexity(option: Estimate) -> tuple:
     layout = option.layout
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
-    extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
+    extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none")
     rows = layout.micro_batch / (layout.tp * layout.cp)
-    tight_bytes = option.memory_bytes if option.room == "tight" else 0.0
-    return (tight_bytes, -rows, axes, *extras, option.step_s)
+    return (_tight_share(option), -rows, axes, *extras, option.step_s)
+
+
+def _tight_share(option: Estimate) -> float:
+    """The share of the memory that a tight option needs, to a hundredth; 0 of others."""
+    return round(option.memory_bytes / option.usable_bytes, 2) if option.room == "tight" else 0.0
 
 
 def one_of_each_kind(options: Sequence[Estimate]) -> list[Estimate]:
@@ -235,7 +240,10 @@ def _nothing_fits(job: Job, lost: list[Layout]) -> str:
     """How much is missing where it is least, and what would fit, each worked out."""
     usable = job.cluster.gpu.usable_bytes
     leanest = _leanest(job, lost)
-    ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
+    ways = []
+    for change, one in nearest(leanest.run, job.cluster, job.engine).items():
+        memory, speed = f"{one.memory_bytes / GB:.1f} of {usable / GB:.1f} GB", f"{one.tokens_per_s_per_gpu:,.0f}"
+        ways.append(f"{change}: {one.room}, {memory}, {speed} tokens/s/GPU")
     return (
         f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
         f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "
@@ -254,16 +262,14 @@ def _leanest(job: Job, lost: list[Layout]) -> Estimate:
     return leanest
 
 
-def _nearest(
-    job: Job, best: Estimate, ranked: tuple[Estimate, ...], lost: list[Layout]
-) -> tuple[tuple[Layout, str], ...]:
+def _nearest(job: Job, best: Estimate, ranked: Sequence[Estimate], lost: Sequence[Layout]) -> list[tuple[Layout, str]]:
     """Say of the two that differ in the fewest choices, and of these need least memory, why they lost."""
     layouts = (layout for layout in (*(option.layout for option in ranked), *lost) if layout != best.layout)
     apart = {layout: differences(best.layout, layout) for layout in layouts}
     most = max(nsmallest(2, apart.values()), default=0)
     near = [work_out(job, layout) for layout, num_choices in apart.items() if num_choices <= most]
     near.sort(key=lambda option: (apart[option.layout], option.memory_bytes))
-    return tuple((option.layout, _why(best, option)) for option in near[:2])
+    return [(option.layout, _why(best, option)) for option in near[:2]]
 
 
 def _why(best: Estimate, option: Estimate) -> str:
@@ -272,7 +278,9 @@ def _why(best: Estimate, option: Estimate) -> str:
     share = option.step_s / best.step_s - 1
     if share < 0.0005:
         faster = f"{-share:.1%} faster" if share < -0.0005 else "as fast"
-        speed = f"{faster}, but tight" if option.room == "tight" else faster
+        if best.room == "tight" and _tight_share(option) > _tight_share(best):
+            return f"{faster}: less than a model can tell, and the best needs less memory"
+        speed = f"{faster}, but tight" if option.room == "tight" != best.room else faster
         return f"{speed}: less than a model can tell, and the best is simpler"
     more = {part: seconds - best.seconds_by_part.get(part, 0) for part, seconds in option.seconds_by_part.items()}
     part = max(more, key=more.get)

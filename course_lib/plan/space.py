@@ -67,7 +67,8 @@ def _expert_sizes(job: Job, dp: int, cp: int, tp: int) -> list[tuple[int, int | 
 
 
 def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:
-    pp, micro_batches, layers, file = sizes["pp"], sizes["micro_batches"], job.config.num_layers, job.facts.file
+    tp, pp, micro_batches = (sizes[name] for name in ("tp", "pp", "micro_batches"))
+    layers, file = job.config.num_layers, job.facts.file
     for schedule, v in SCHEDULES if pp > 1 else SCHEDULES[:1]:
         stages = pp * stages_per_rank(schedule, v)
         if stages > layers or (pp > 1 and schedule not in file.schedules) or (file.even_stages and layers % stages):
@@ -76,7 +77,7 @@ def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:
             check_request(schedule, pp, micro_batches, v)
         except ValueError:
             continue
-        yield Layout(**sizes, schedule=schedule, v=v, sequence_parallel=sizes["tp"] > 1)
+        yield Layout(**sizes, schedule=schedule, v=v, sequence_parallel=tp > 1, regather=tp > 1 and job.facts.regathers)
 
 
 def sharded(job: Job, shape: Layout) -> list[Layout]:
@@ -102,7 +103,7 @@ def sharded(job: Job, shape: Layout) -> list[Layout]:
 
 def leaner(job: Job, layout: Layout) -> Iterator[Layout]:
     """The next steps to fewer activations, each slower: more recomputation, or inputs gathered again."""
-    if layout.regather:
+    if layout.regather and not job.facts.regathers:
         return
     words = job.facts.file.recomputes
     for recompute in words[words.index(layout.recompute) + 1 :][:1]:

@@ -6,6 +6,7 @@ from itertools import cycle
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
+from course_lib.cluster.failures import Failures, best_interval_s, shares
 from course_lib.estimate import Estimate
 from course_lib.hardware import GB
 from course_lib.layout import Layout
@@ -14,7 +15,6 @@ from course_lib.panels.svg import bars
 from course_lib.plan.measured import MeasuredRun
 from course_lib.plots.concepts import show_charts
 from course_lib.plots.style import picture_axes, write
-from course_lib.timing.failures import Failures, best_interval_s, shares
 from course_lib.units import show_seconds
 from course_lib.validate import Amount, Positive, Size, checked
 

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
-from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
-from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, text_on
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
@@ -70,7 +69,7 @@ def show_mask() -> None:
         least, *_, most = sorted(pairs_of_ranks(pairs(name, TOKENS, CP)))
         each = f"{least:,} pairs each" if least == most else f"{least:,} to {most:,} pairs a rank"
         cells[f"{name}\n{each}"] = pair_ranks(where, [TOKENS])
-    _show_masks(cells, CP, 3.9, f"{all_pairs(TOKENS):,} pairs of {TOKENS} tokens, shared out over {CP} ranks")
+    _show_masks(cells, CP, 3.9, f"{TOKENS * (TOKENS + 1) // 2:,} pairs of {TOKENS} tokens, shared out over {CP} ranks")
 
 
 @checked
@@ -122,15 +121,15 @@ def show_work(shardings: Sequence[str]) -> None:
 
 def draw_work(axes, table: Sequence[Sequence[int]], end: int) -> None:
     """Draw each rank's pairs step after step, on a clock that counts pairs, and hatched how long it waits."""
-    for rank, (row, idle) in enumerate(zip(table, idle_pairs(table), strict=True)):
+    for rank, row in enumerate(table):
         start, color = 0, RANK_COLORS[rank]
-        for step, (done, waits) in enumerate(zip(row, idle, strict=True)):
+        for step, (done, most) in enumerate(zip(row, step_pairs(table), strict=True)):
             axes.barh(rank, done, left=start, height=0.74, color=color, edgecolor="white", linewidth=1 if done else 0)
             if done > 0.03 * end:
                 write(axes, start + done / 2, rank, str(step), fontsize=8, color=text_on(color))
             hatched = {"facecolor": "none", "edgecolor": NEUTRAL_COLOR, "hatch": "////", "linewidth": 0}
-            axes.barh(rank, waits, left=start + done, height=0.74, **hatched)
-            start += done + waits
+            axes.barh(rank, most - done, left=start + done, height=0.74, **hatched)
+            start += most
 
 
 def show_length(seq_len: int) -> str:

@@ -12,10 +12,9 @@ from course_lib.panels.svg import Box, Chart, bars
 from course_lib.plots.concepts import show_charts
 from course_lib.plots.memory import gpu_limits, kinds_of
 from course_lib.run import Run
-from course_lib.span import COMPUTE, Span
+from course_lib.span import COMPUTE, Lanes, Span
 from course_lib.timing import RATES, calls_s
-from course_lib.timing.layer import Case, known, layer_times
-from course_lib.timing.timelines import Lanes
+from course_lib.timing.layer import Case, layer_times
 from course_lib.traffic import Call, calls, sent_bytes
 from course_lib.units import show_bytes, show_seconds
 from course_lib.validate import Index, checked, read_toml
@@ -85,10 +84,8 @@ def seconds_of_block(run: Run, rank: int, cluster: Cluster) -> dict:
 
     Computing is the clock's for a layer: a third of it forward, attention's part (qkv and out in it) by FLOPs.
     """
-    times, config = (
-        layer_times(known(Case(run, cluster, ENGINES["course"], RATES)), run.config.moe is not None),
-        run.config,
-    )
+    config, case = run.config, Case(run, cluster, ENGINES["course"], RATES)
+    times = layer_times(case, config.moe is not None)
     of_layers = forward_flops_per_token(config, run.seq_len) - 2 * head_parameters(config)
     scores = attention_flops_per_token(config, run.seq_len)
     share = (2 * config.num_layers * attention_parameters(config) + scores) / of_layers

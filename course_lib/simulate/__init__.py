@@ -2,7 +2,6 @@
 
 fake_world.py    a world of any size in one process: fake ranks, fake tensors, whole numbers that stay real
 tape.py          of many micro-batches few run, the rest is noted from a tape: bytes, messages, FLOPs
-two_hosts.py     which axis may cross a thin link: steps measured on two emulated hosts
 cluster.py       `simulate_ranks`: peak by kind, bytes by axis, FLOPs, for any stage
 """
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.config import MoeConfig
-from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
 from course_lib.model import moe
@@ -51,52 +50,28 @@ class SimulatedRank:
     seconds: float
 
 
-@dataclass(frozen=True)
-class SimulatedRanks:
-    """The ranks that hold the chosen stages, all at the first place along dp, cp and tp; `seconds` of all of them."""
-
-    run: Run
-    ranks: list[SimulatedRank]
-    seconds: float
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest peak of the simulated ranks: what a GPU must have."""
-        return max(rank.peak_bytes for rank in self.ranks)
-
-
-def simulate_ranks(
-    run: Run, stages: str | Iterable[int] = "all", clip_norm: float | None = 1.0, skew: float = 0.0
-) -> SimulatedRanks:
-    """One step of the ranks that hold these stages, one rank after the other.
+def simulate_ranks(run: Run, stages: Iterable[int] | None = None, skew: float = 0.0) -> list[SimulatedRank]:
+    """One step of the ranks that hold these stages, or all: in order, at the first place along dp, cp and tp.
 
     skew    share of all assignments that fall on the first expert, instead of being spread evenly
     Raises  ValueError if a stage does not exist, no engine takes the run, or this process is a rank already
     """
-    start_s, layout = time.perf_counter(), run.layout
-    stages = list(range(layout.num_stages) if stages == "all" else stages)
-    num_stages = layout.stages_per_rank * min(len(stages), layout.pp)  # of whole ranks
+    layout = run.layout
+    stages = list(range(layout.num_stages) if stages is None else stages)
+    if wrong := [stage for stage in stages if stage not in range(layout.num_stages)]:
+        raise ValueError(f"stages {wrong} do not exist: the layout has stages 0..{layout.num_stages - 1}")
+    pp_ranks = sorted({layout.rank_of_stage[stage] for stage in stages})  # of which one may hold several
+    num_stages = layout.stages_per_rank * len(pp_ranks)
     if (passes := 2 * layout.micro_batches * num_stages) > _MOST_PASSES:  # before any of them is listed
         raise ValueError(
             f"micro_batches ({layout.micro_batches:,}) give {passes:,} forward and backward passes on {num_stages} "
             f"stage{'s' * (num_stages > 1)}, of which at most {_MOST_PASSES:,} are simulated; choose fewer "
             "micro_batches or stages: those of the steady state are alike"
         )
-    places = [layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0) for pp_rank in pp_ranks_of(layout, stages)]
-    ranks = [simulate_rank(run, rank, clip_norm, skew) for rank in places]
-    return SimulatedRanks(run, ranks, time.perf_counter() - start_s)
+    return [simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), skew) for pp_rank in pp_ranks]
 
 
-def pp_ranks_of(layout: Layout, stages: Iterable[int]) -> list[int]:
-    """The places along pp that hold these stages, in order; a rank may hold several."""
-    if wrong := [stage for stage in stages if stage not in range(layout.num_stages)]:
-        raise ValueError(f"stages {wrong} do not exist: the layout has stages 0..{layout.num_stages - 1}")
-    return sorted({layout.rank_of_stage[stage] for stage in stages})
-
-
-def simulate_rank(
-    run: Run, rank: int, clip_norm: float | None = 1.0, skew: float = 0.0, replay: bool = True
-) -> SimulatedRank:
+def simulate_rank(run: Run, rank: int, skew: float = 0.0, replay: bool = True) -> SimulatedRank:
     """One step of any rank of the run's layout. Tensors are fake ones of the CPU, whatever the run's device.
 
     replay   False: run every micro-batch, none from tape
@@ -124,7 +99,7 @@ def simulate_rank(
         with TapeTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter, FlopMeter() as flop_meter:
             tape = Tape(tracker, meter, flop_meter)
             with replaced(Executor, "compute", tape.wrap) if replay else nullcontext():
-                engines.step(engine, micro_batches, optimizer, clip_norm)
+                engines.step(engine, micro_batches, optimizer, clip_norm=1.0)
         timeline = tracker.timeline
     return SimulatedRank(
         rank=rank,

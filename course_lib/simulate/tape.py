@@ -9,7 +9,6 @@ is that of the whole run, and time to find it does not grow with accumulation; t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -77,10 +76,6 @@ class TapeTracker(MemoryTracker):
     def block_of(self, tensor: Tensor | None) -> _Block | None:
         return None if tensor is None else self._blocks.get(tensor.untyped_storage()._cdata)
 
-    @property
-    def events(self) -> list[tuple[float, _Block, int]]:
-        return self._events
-
     def repeat(self, block: _Block, change: int) -> None:
         """Notes once more that so many bytes of that kind came or went."""
         self._event(_Block("activations" if block.kind == _UNDECIDED else block.kind, 0, self._episode), change)
@@ -99,12 +94,12 @@ class Stretch:
 
 
 class Tape:
-    """Runs a rank's instructions, or replays them. `with replaced(Executor, "compute", tape.wrap)` puts it to work."""
+    """Runs a rank's instructions of one step, or replays them: `with replaced(Executor, "compute", tape.wrap)`."""
 
     def __init__(self, tracker: TapeTracker, meter: ByteMeter, flop_meter: FlopMeter):
         self.tracker, self.meter, self.flop_meter = tracker, meter, flop_meter
         self.stretches: dict[tuple[int, str], Stretch] = {}  # by stage and op: the last that ran
-        self.running: WeakKeyDictionary[Executor, dict[int, set[int]]] = WeakKeyDictionary()
+        self.running: dict[int, set[int]] = {}  # of each stage the micro-batches that run
         self.held: dict[int, Tensor] = {}  # by stage: as large as what modules held of the last forward that ran
         self.others: dict[tuple[int, int], list[_Block | None]] = {}  # what came for a micro-batch that runs
         self.replayed = 0
@@ -113,9 +108,8 @@ class Tape:
         """`Executor.compute` that runs what must run."""
 
         def run_or_replay(executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
-            if executor not in self.running:
-                self.running[executor] = _micro_batches_to_run(executor)
-            if one.micro_batch in self.running[executor][one.stage]:
+            self.running = self.running or _micro_batches_to_run(executor)
+            if one.micro_batch in self.running[one.stage]:
                 return self.record(compute, executor, one, came)
             self.replayed += 1
             return self.replay(executor, one, came)
@@ -130,10 +124,10 @@ class Tape:
         del kept_x  # the instruction may free it
         if one.op == "F":
             self.held.pop(one.stage, None)
-        events, records, flops = len(self.tracker.events), len(self.meter.records), self.flop_meter.flops
+        events, records, flops = len(self.tracker._events), len(self.meter.records), self.flop_meter.flops
         result = compute(executor, one, came)
         self.stretches[one.stage, one.op] = Stretch(
-            changes=[(block, change) for _, block, change in self.tracker.events[events:] if block not in others],
+            changes=[(block, change) for _, block, change in self.tracker._events[events:] if block not in others],
             result_block=self.tracker.block_of(result),
             like=None if result is None else (result.shape, result.stride(), result.dtype),
             records=self.meter.records[records:],
@@ -148,7 +142,6 @@ class Tape:
         if one.op == "F":
             self.let_go(executor, one.stage)
             executor.kept[place] = Kept(came, [], None)
-            executor.peak_live = max(executor.peak_live, len(executor.kept))
         else:
             self.tracker._episode += 1  # what is alive now outlives the forward pass that made it
             executor.to_come[one.stage] -= 1
@@ -163,7 +156,6 @@ class Tape:
             executor.kept.pop(place)
         if one.op == "I":
             executor.waiting[place] = came if stretch.keeps_came else None
-            executor.peak_waiting = max(executor.peak_waiting, len(executor.waiting))
         elif one.op == "W":
             executor.waiting.pop(place)
         self.meter.records += stretch.records

@@ -188,17 +188,15 @@ def _ring(name: str, group: _Group, protocol: str) -> Cost:
     exposed = "tree" if group.per_node == 1 and protocol != "plain" else "ring"
     launch_s = 0.0 if protocol == "plain" else TUNING["ring", protocol].launch_us * 1e-6
     latency_s = launch_s + (steps - crossing) * _step_s(group, group.inside, "ring", protocol)
-    if crossing:
-        latency_s += crossing * _step_s(group, group.between, exposed, protocol)
+    latency_s += crossing * _step_s(group, group.between, exposed, protocol)
     return Cost("ring", protocol, latency_s, _rate(group, "ring", protocol) / bus_factor(name, group.size))
 
 
 def _tree(group: _Group, protocol: str) -> Cost:
     """Up a tree of nodes and down again, and through each node as a chain; every rank passes the payload on twice."""
-    latency_s = (group.per_node - 1) * _step_s(group, group.inside, "tree", protocol) if group.per_node > 1 else 0.0
-    if group.nodes > 1:
-        latency_s += (group.nodes.bit_length() - 1) * _step_s(group, group.between, "tree", protocol)
-    latency_s = TUNING["tree", protocol].launch_us * 1e-6 + 2 * latency_s
+    inside_s = (group.per_node - 1) * _step_s(group, group.inside, "tree", protocol)
+    between_s = (group.nodes.bit_length() - 1) * _step_s(group, group.between, "tree", protocol)
+    latency_s = TUNING["tree", protocol].launch_us * 1e-6 + 2 * (inside_s + between_s)
     return Cost("tree", protocol, latency_s, _rate(group, "tree", protocol) / 2)
 
 
@@ -232,13 +230,13 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node; in a pipeline its slowest message counts.
 
     It is 1 where nodes would have unequal numbers.
     """
-    groups = _first_groups(layout)
+    groups = _groups_of_rank_0(layout.mesh, layout.ep, layout.dp_replicate, layout.folded)
     one_of("axis", axis, tuple(groups))
     members = groups[axis]
     here = bisect_left(members, cluster.gpus_per_node)  # they ascend from rank 0
@@ -246,14 +244,9 @@ def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     return 1 if apart or len(members) % here else here
 
 
-def ring_link(layout: Layout, cluster: Cluster, axis: str = "cp") -> Link:
-    """Return the slowest link of a ring along `axis`: all of its ranks wait for the step that crosses nodes."""
-    here = ranks_in_a_node(layout, cluster, axis)
-    return cluster.inside if len(_first_groups(layout)[axis]) <= here else cluster.between
-
-
-def _first_groups(layout: Layout) -> dict[str, list[int]]:
-    return _groups_of_rank_0(layout.mesh, layout.ep, layout.dp_replicate, layout.folded)
+def ring_link(layout: Layout, cluster: Cluster, axis: str, ranks: int) -> Link:
+    """Return the slowest link of a ring of all `ranks` along `axis`: they wait for the step that crosses nodes."""
+    return cluster.inside if ranks_in_a_node(layout, cluster, axis) == ranks else cluster.between
 
 
 @lru_cache(maxsize=1024)  # layouts that differ in their batch, in ZeRO or in recomputation have the same
@@ -267,6 +260,6 @@ def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) 
     for call in calls:
         where = (call.collective, call.payload_bytes, call.group_size, cluster, ranks_in_a_node(layout, cluster, axis))
         if call.to_one:
-            where = ("send", call.payload_bytes, 2, ring_link(layout, cluster, axis), None)
+            where = ("send", call.payload_bytes, 2, ring_link(layout, cluster, axis, call.group_size))
         seconds += call.count * collective_s(*where)
     return seconds

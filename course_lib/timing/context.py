@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token
 from course_lib.hardware import Cluster, Link
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.sequence_sharding import pairs, pairs_of_ranks, step_pairs
 from course_lib.run import Run
 from course_lib.timing.collectives import calls_s, ring_link
 from course_lib.timing.rates import Utilisation
@@ -54,10 +54,6 @@ class AttentionTime:
     comm_s: float
     exposed_s: float  # of comm_s, what no computing hides
 
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + self.waiting_s + self.exposed_s
-
 
 def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections and recomputation left out.
@@ -80,6 +76,6 @@ def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilis
     forward_s = [pair_s * count for count in step_pairs(table)]
     backward_s = [FUSED_BACKWARD * seconds for seconds in forward_s]
     kv_bytes, grad_bytes = listed[0].payload_bytes, listed[-1].payload_bytes
-    spans = ring_spans(forward_s, backward_s, kv_bytes, grad_bytes, ring_link(layout, cluster))
+    spans = ring_spans(forward_s, backward_s, kv_bytes, grad_bytes, ring_link(layout, cluster, "cp", layout.cp))
     busy_s = sum(forward_s) + sum(backward_s)
     return AttentionTime(ideal_s, busy_s - ideal_s, comm_s, max(0.0, max(span.stop_s for span in spans) - busy_s))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from course_lib.hardware import GPU, peak_flops
+from course_lib.hardware import GPU, HOPPER, Multiprocessor, peak_flops
 from course_lib.timing.rates import roofline_s
 from course_lib.validate import Amount, Bytes, Checked, Positive, Size, checked
 
@@ -63,29 +63,6 @@ class Roof(Checked):
     @property
     def seconds(self) -> float:  # least, as if computing and moving hid each other: that of the clock
         return roofline_s(self.flops, self.num_bytes, self.gpu)
-
-
-@dataclass(frozen=True)
-class Multiprocessor(Checked):
-    """What the programs on one multiprocessor (SM) share, what one of them may have, and how many a GPU has.
-
-    Source: CUDA C++ Programming Guide, table of compute capabilities: 9.0 (H100, H200), 8.0 (A100), 10.0 (B200). Count
-    and L2: whitepapers "NVIDIA H100 (A100) Tensor Core GPU Architecture"; B200 as Chips and Cheese reports them (2025)
-    """
-
-    name: str
-    count: Size = 132  # SMs of a GPU
-    l2_bytes: Bytes = 50 * 2**20  # the cache that all SMs share
-    registers: Size = 65_536  # of 4 bytes
-    shared_bytes: Bytes = 228 * 1024
-    threads: Size = 2048
-    reserved_bytes: Bytes = 1024  # of shared memory, for each program
-    lanes_bytes: Size = 128  # that shared memory delivers to an SM in a clock: 32 banks of 4
-
-
-HOPPER = Multiprocessor("Hopper")
-AMPERE = Multiprocessor("Ampere, A100", count=108, l2_bytes=40 * 2**20, shared_bytes=164 * 1024)
-BLACKWELL = Multiprocessor("Blackwell, B200", count=148, l2_bytes=126 * 10**6)
 
 
 @checked

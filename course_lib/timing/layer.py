@@ -1,8 +1,9 @@
 """One layer of one micro-batch on one rank, forward and backward: what computes, what is launched, what is sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from course_lib.config import ModelConfig
 from course_lib.engines import EngineFacts, engine_of
@@ -10,10 +11,10 @@ from course_lib.flops import (
     attention_flops_per_token,
     attention_parameters,
     head_parameters,
-    matmul_parameters,
     mlp_parameters,
+    repeated_share,
 )
-from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.hardware import MOST_NODES, PUBLISHED_BUS_BANDWIDTH, Cluster, measured_bus_bandwidth, peak_flops
 from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
@@ -31,14 +32,40 @@ _WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all o
 LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
 
 
-@dataclass(frozen=True)
+_OF_A_LAYER = (
+    "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
+    "expert_method", "folded",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
 class Case:
-    """What every part of the clock needs."""
+    """What every part of the clock needs; equal to another case in which a layer takes as long."""
 
     run: Run
     cluster: Cluster
     engine: EngineFacts
     rates: Rates
+
+    @cached_property
+    def _of_a_layer(self) -> tuple:
+        """What a layer depends on: a few choices of the layout, and all that is no layout."""
+        run, layout = self.run, self.run.layout
+        mesh = None if layout.order == AXES else layout.mesh  # in the usual order tp, cp and ep have neighbours
+        of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), mesh)
+        of_run = (run.config, run.seq_len, run.recipe, run.attention, run.lora, run.fp8, run.operators)
+        of_pipeline = (layout.schedule in self.engine.hides_ep, layout.pp > 1 and self.slowness > 0, self.nodes)
+        return (*of_layout, *of_run, *of_pipeline, self.cluster, self.engine, self.rates)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and self._of_a_layer == other._of_a_layer
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._of_a_layer)
 
     @property
     def tokens(self) -> float:
@@ -57,8 +84,7 @@ class Case:
         return (min(self.nodes, MOST_NODES) / MOST_NODES) ** _WAITS_GROW
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Seconds of one micro-batch: F, I and W as the simulator has them, and of these what is no computing."""
 
     forward_s: float = 0.0
@@ -78,53 +104,20 @@ class Times:
         return self.total_s - self.launches_s - self.tp_s - self.cp_s - self.ep_s
 
     def plus(self, other: "Times", times: int = 1) -> "Times":
-        return Times(*(getattr(self, name) + times * getattr(other, name) for name in NAMES))
+        return Times(*(one_s + times * other_s for one_s, other_s in zip(self, other, strict=True)))
 
 
-NAMES = tuple(field.name for field in fields(Times))
-
-
-def stages_of(run: Run, engine: EngineFacts) -> list[int]:
+def stages_of(run: Run, engine: EngineFacts) -> Sequence[int]:
     """How many layers each stage has, as the engine cuts a model unless the layout says it."""
-    if run.layout.layers_of_stage is not None:
-        return list(run.layout.layers_of_stage)
-    if engine.cut == "cost" and run.config.moe is None:
-        return layers_by_cost(run.config, run.layout.num_stages)
-    return layers_of(run.config, run.layout)
-
-
-_OF_A_LAYER = (
-    "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
-    "expert_method", "order", "folded",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Known:
-    """What equals another if its key does: a layer depends on few fields of its run."""
-
-    key: tuple
-    of: Case | Run = field(compare=False)
-
-
-_OF_CALLS = len(_OF_A_LAYER) + 4  # of a key: what calls depend on
-
-
-def known(case: Case, *more) -> Known:
-    """A case by what its layers depend on, and by what else is given."""
-    run, layout = case.run, case.run.layout
-    far_apart = layout.ep > 1 and layout.order != AXES  # else neighbours share experts, however many ranks there are
-    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if far_apart else 1)
-    of_run = (run.config, run.seq_len, run.recipe)
-    rest = (run.attention, run.lora, run.fp8, run.operators, layout.schedule in case.engine.hides_ep)
-    rest += (layout.pp > 1 and case.slowness > 0, case.nodes, case.cluster, case.engine, case.rates)
-    return Known((*of_layout, *of_run, *rest, *more), case)
+    if run.layout.layers_of_stage is not None:  # in some engines a stage may have none
+        return run.layout.layers_of_stage
+    by_cost = engine.cut == "cost" and run.config.moe is None
+    return layers_by_cost(run.config, run.layout.num_stages) if by_cost else layers_of(run.config, run.layout)
 
 
 @lru_cache(maxsize=8192)
-def layer_times(known: Known, experts: bool) -> Times:
+def layer_times(case: Case, experts: bool) -> Times:
     """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
-    case = known.of
     run, layout, engine = case.run, case.run.layout, case.engine
     config = _one_layer(run.config, experts)
     linear_s = _linear_s(case, config)
@@ -133,9 +126,10 @@ def layer_times(known: Known, experts: bool) -> Times:
     forward_s, input_s = linear_s + scores_s + small_s, linear_s + backward_of_scores(run) * scores_s + small_s
     weight_s = 0.0 if run.lora else linear_s + small_s
     again_s = {"none": 0.0, "selective": scores_s, "full": forward_s}[layout.recompute]
-    input_s += _repeated(config) * linear_s + small_s if run.operators else again_s
+    input_s += repeated_share(config) * linear_s + small_s if run.operators else again_s
 
-    one, listed = _alone(Known(known.key[:_OF_CALLS], run), experts)
+    one = _alone(run, experts)
+    listed = stage_calls(one, 0)
     inside = [call for call in listed["tp"] if call.place in _OF_LAYERS]
     tp_forward_s, tp_backward_s = _tp_s(case, inside)
     shares = Utilisation(min(1.0, _matmul_share(case)), attention_share(case.cluster.gpu))
@@ -167,20 +161,18 @@ def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
     return replace(config, num_layers=1, moe=moe)
 
 
-@lru_cache(maxsize=8192)
-def _alone(known: Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
-    """The run of one layer without a pipeline, and its calls."""
-    run, ep = known.of, known.of.layout.ep if experts else 1
-    layout = replace(run.layout, pp=1, ep=ep, schedule="1f1b", v=1, layers_of_stage=None, zero_stage=0, dp_replicate=1)
-    alone = {"layout": layout, "lora": None, "offload": Offload(), "operators": False}
-    one = replace(run, config=_one_layer(run.config, experts), **alone)
-    return one, stage_calls(one, 0)
+def _alone(run: Run, experts: bool) -> Run:
+    """The run of one layer without a pipeline."""
+    alone = {"pp": 1, "schedule": "1f1b", "v": 1, "layers_of_stage": None, "zero_stage": 0, "dp_replicate": 1}
+    layout = replace(run.layout, ep=run.layout.ep if experts else 1, **alone)
+    config = _one_layer(run.config, experts)
+    return replace(run, config=config, layout=layout, lora=None, offload=Offload(), operators=False)
 
 
 def runs_ahead(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)
-    layer = layer_times(known(case), experts=run.config.moe is not None)
+    layer = layer_times(case, experts=run.config.moe is not None)
     least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
     return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** _ROUNDING)
 
@@ -200,11 +192,10 @@ def _least_s(case: Case) -> float:
 
 
 @lru_cache(maxsize=8192)
-def ends_times(known: Known, first: bool, last: bool) -> Times:
+def ends_times(case: Case, first: bool, last: bool) -> Times:
     """Embedding and head: the head's products stay in BF16, whatever the layers compute in."""
-    case = known.of
     run, layout, config = case.run, case.run.layout, case.run.config
-    listed = _alone(Known(known.key[:_OF_CALLS], run), config.moe is not None)[1]["tp"]
+    listed = stage_calls(_alone(run, config.moe is not None), 0)["tp"]
     ends = [call for call in listed if call.place not in _OF_LAYERS]
     wanted = [call for call in ends if (first if call.place == "embedding" else last)]
     tp_s = calls_s(wanted, layout, case.cluster, "tp")
@@ -272,19 +263,6 @@ def _small_s(case: Case, config: ModelConfig) -> float:
     return passes * size / case.cluster.gpu.memory_bytes_per_s
 
 
-def _repeated(config: ModelConfig) -> float:
-    """Products that recomputation of operators repeats, of those in forward: k, o and up."""
-    D, K, N, H = config.d_model, config.num_kv_heads, config.num_heads, config.head_dim
-    repeated = D * H * (K + N) + mlp_parameters(config) / 3
-    return repeated / (attention_parameters(config) + mlp_parameters(config))
-
-
-def repeated_flops(run: Run) -> int:
-    """FLOPs of a step that recomputation of operators does again."""
-    linear = 2 * (matmul_parameters(run.config) - head_parameters(run.config))
-    return round(run.layout.sequences_per_step * run.seq_len * linear * _repeated(run.config))
-
-
 def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:
     """Seconds of tp's calls in forward and in backward; over measured nodes each waits once more for each node."""
     layout, cluster, hop_s = case.run.layout, case.cluster, 0.0
@@ -306,16 +284,13 @@ def _forward_and_backward(listed: Sequence[Call]) -> tuple[list[Call], list[Call
     return tuple([call for call in listed if (call.place in _IN_BACKWARD) == backward] for backward in (False, True))
 
 
-_MEASURED = ("all_reduce", "reduce_scatter", "all_gather")
-
-
 def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int) -> float:
     """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it.
 
     A group with few ranks in a node gets no more than their ports let through.
     """
     nodes = ranks // per_node
-    if nodes == 1 or not cluster.between.by_nodes or name not in _MEASURED:
+    if nodes == 1 or not cluster.between.by_nodes or name not in PUBLISHED_BUS_BANDWIDTH:
         return collective_s(name, size, ranks, cluster, per_node)
     ports = per_node * cluster.between.achieved_bytes_per_s
     rate = min(cluster.between.achieved_share * measured_bus_bandwidth(nodes, name), ports)

@@ -45,9 +45,7 @@ class Rates:
     matmul_share: Amount = 0.6755  # of a GPU's dense peak that products of wide matrices with many rows reach (0 to 1)
     half_width: Amount = 228.5  # rows, or features, with which products reach half of that
     small_passes: Amount = 14.01  # of small operations over what a layer reads, forward and backward, a kernel each
-    layer_launch_ms: Amount = (
-        4.107  # least time of a layer, forward and backward, a kernel for each operation: launches
-    )
+    layer_launch_ms: Amount = 4.107  # least time of a layer, forward and backward: launches, one for each operation
     # of a layer's least time more for each rank of tp, where ranks wait for each other: in a pipeline over nodes of a
     tp_wait_ms: Amount = 2.372  # measured network, and on many nodes of it
     tp_hop_ms: Amount = 0.2851  # that a collective of tp waits for each node of a measured network that it goes over

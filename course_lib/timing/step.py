@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
-from course_lib.engines import EngineFacts, engine_of
+from course_lib.engines import ENGINES, EngineFacts, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
@@ -34,8 +34,8 @@ from course_lib.run import Run
 from course_lib.schedules import make, stages_per_rank
 from course_lib.schedules.simulator import Costs, clock
 from course_lib.timing.collectives import ranks_in_a_node
-from course_lib.timing.exchange import exposed_data_s, update_s
-from course_lib.timing.layer import Case, Known, Times, ends_times, known, layer_times, stages_of
+from course_lib.timing.data import exposed_data_s, update_s
+from course_lib.timing.layer import Case, Times, ends_times, layer_times, stages_of
 from course_lib.timing.rates import RATES, Rates
 from course_lib.timing.rates import mfu as mfu_of
 from course_lib.validate import Size, checked
@@ -63,8 +63,8 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by what they are spent on; all but compute is exposed: nothing hides it."""
-        return {field.name[:-2]: getattr(self, field.name) for field in fields(self)[:_NUM_PARTS]}
+        """Seconds by what they are spent on, the first ten fields; all but compute is exposed: nothing hides it."""
+        return {field.name[:-2]: getattr(self, field.name) for field in fields(self)[:10]}
 
     @property
     def total_s(self) -> float:
@@ -95,16 +95,18 @@ class StepTime:
         return self.num_tokens / self.total_s / self.num_gpus
 
 
-_NUM_PARTS = 10
-
-
 @checked
 def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", rates: Rates = RATES) -> StepTime:
-    """Model one optimizer step of a run."""
+    """Model one optimizer step of a run; ValueError for experts that the engine has not."""
     case = Case(run, cluster, engine_of(engine), rates)
     config, layout = run.config, run.layout
-    of_pipeline = (getattr(layout, name) for name in ("pp", "schedule", "v", "micro_batches", "layers_of_stage"))
-    ranks, busiest, bubble_s = _ranks_and_waits(known(case, *of_pipeline))
+    if config.moe is not None and "experts" in case.engine.file.refuses:
+        able = ", ".join(name for name, one in ENGINES.items() if "experts" not in one.file.refuses)
+        raise ValueError(f"{case.engine.name} has no experts, but {config.name} has; choose another engine ({able})")
+    ranks = [Times()] * layout.pp  # of a micro-batch
+    for rank, times in zip(layout.rank_of_stage, _stage_times(case), strict=True):
+        ranks[rank] = ranks[rank].plus(times)
+    busiest, bubble_s = _pipeline(layout, ranks)
     of_layers = ("compute_s", "launches_s", "tp_s", "cp_s", "ep_s")
     spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in of_layers}
     data_s = max(exposed_data_s(case, ranks[pp_rank], pp_rank) for pp_rank in {0, layout.pp - 1})
@@ -125,15 +127,6 @@ def step_time(run: Run, cluster: Cluster, engine: str | EngineFacts = "course", 
         causal_flops=num_tokens * (flops_per_token(config, run.seq_len, causal=True) - frozen),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
-
-
-@lru_cache(maxsize=1024)
-def _ranks_and_waits(known: Known) -> tuple[list[Times], int, float]:
-    """Each rank's micro-batch, the busiest rank, what it waits for: layouts that differ in ZeRO have them in common."""
-    layout, ranks = known.of.run.layout, [Times()] * known.of.run.layout.pp
-    for rank, times in zip(layout.rank_of_stage, _stage_times(known.of), strict=True):
-        ranks[rank] = ranks[rank].plus(times)
-    return ranks, *_pipeline(layout, ranks)
 
 
 def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
@@ -209,15 +202,15 @@ def _transfer_s(case: Case) -> float:
 def _stage_times(case: Case) -> list[Times]:
     """The times of each stage: so many dense layers, so many with experts, and the two ends."""
     layers = stages_of(case.run, case.engine)
-    config, key, found, before, last = case.run.config, known(case), [], 0, len(layers) - 1
+    config, found, before, last = case.run.config, [], 0, len(layers) - 1
 
     @cache
     def times_of(dense: int, moe: int, first: bool, last: bool) -> Times:
         times = Times()
         for number, experts in ((dense, False), (moe, True)):
             if number:
-                times = times.plus(layer_times(key, experts), number)
-        return times.plus(ends_times(key, first, last)) if first or last else times
+                times = times.plus(layer_times(case, experts), number)
+        return times.plus(ends_times(case, first, last)) if first or last else times
 
     for stage, count in enumerate(layers):
         moe = config.moe_layers_before(before + count) - config.moe_layers_before(before)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from course_lib.hardware import Cluster, Link
 from course_lib.run import Run
-from course_lib.span import COMPUTE, Span
+from course_lib.span import COMPUTE, Lanes, Span
 from course_lib.timing.collectives import collective_s
 from course_lib.timing.rates import Utilisation
 from course_lib.timing.tensor import layer_parts, sum_and_gather_s
@@ -12,42 +12,6 @@ from course_lib.validate import Amount, Positive, Size, checked
 
 _COMMUNICATION = "communication"
 _EXPERT_PARTS = {"attention": COMPUTE, "dispatch": _COMMUNICATION, "experts": COMPUTE, "combine": _COMMUNICATION}
-
-
-class Lanes:
-    """Spans of rank 0: each starts when its lane is free, and not before the seconds that it has to wait for."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._free_s: dict[str, float] = {}
-
-    def add(self, lane: str, name: str, seconds: float, *after_s: float) -> Span:
-        start_s = max(self._free_s.get(lane, 0.0), *after_s, 0.0)
-        self.spans.append(Span(0, lane, name, start_s, start_s + seconds))
-        self._free_s[lane] = start_s + seconds
-        return self.spans[-1]
-
-    def free_s(self, lane: str | None = None) -> float:
-        """When a lane has done all, or all of them have."""
-        return self._free_s.get(lane, 0.0) if lane else max(self._free_s.values(), default=0.0)
-
-    def then(self, lane: str, name: str, seconds: float) -> Span:
-        """The next span, after all others."""
-        return self.add(lane, name, seconds, self.free_s())
-
-
-@checked
-def exposed_s(spans: Sequence[Span]) -> float:
-    """Seconds of communication that no computation hides: from the end of the compute lane to the end of all."""
-    compute_stop_s = max(span.stop_s for span in spans if span.lane == COMPUTE)
-    return max(span.stop_s for span in spans) - compute_stop_s
-
-
-@checked
-def waiting_s(spans: Sequence[Span]) -> float:
-    """Seconds in which the compute lane is idle, from the first span's start to the last one's end."""
-    whole_s = max(span.stop_s for span in spans) - min(span.start_s for span in spans)
-    return whole_s - sum(span.seconds for span in spans if span.lane == COMPUTE)
 
 
 @checked

@@ -6,7 +6,6 @@ tensor.py        tensor and sequence parallelism
 context.py       attention over context-parallel ranks
 experts.py       rows to experts, expected or of real choices; odds of uniform ones
 routing.py       rows and bytes of one layer with experts, from rank to rank, within and between nodes
-synthetic_routing.py  tokens that choose experts at random, and what a capacity drops
 collectives.py   the bytes of one collective, and of a list of calls
 """
 

@@ -5,7 +5,7 @@ once_per_rank    a row for each rank that a token reaches: on the way there with
 
     expected_places(256, places=8, top_k=8)         # 5.29: nodes that a token reaches
 
-With skew, or a limit that follows the scores, draw a routing (synthetic_routing.py) and count it (routing.py).
+With skew, or a limit that follows the scores, draw a routing (panels/synthetic_routing.py) and count it (routing.py).
 """
 
 import math
@@ -13,19 +13,15 @@ from collections.abc import Sequence
 
 from course_lib.config import check_groups
 from course_lib.layout.experts import ExpertLayout
-from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import layers_of
 from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
 from course_lib.validate import Index, Size, checked, one_of
 
 
-@checked
-def expected_calls(run: Run, stage: Index) -> list[Call]:
-    """List what one micro-batch makes a rank of one stage send on average, if tokens choose evenly."""
+def expected_calls(run: Run, num_layers: int) -> list[Call]:
+    """List what one micro-batch makes a rank send on average for its layers with experts, if tokens choose evenly."""
     layout, moe, itemsize = run.layout, run.config.moe, recipe_of(run.recipe).compute_bytes
-    num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
     if layout.ep == 1 or not num_layers:
         return []
     tokens = layout.micro_batch * (run.seq_len // layout.cp) // layout.fold
@@ -69,10 +65,3 @@ def expected_places(num_experts: Size, places: Size, top_k: Size) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly."""
     check_groups(num_experts, top_k, places)
     return places * (1 - math.comb(num_experts - num_experts // places, top_k) / math.comb(num_experts, top_k))
-
-
-@checked
-def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
-    """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
-    check_groups(layout.num_experts, top_k, layout.num_nodes)
-    return top_k * (layout.num_nodes - 1) / layout.num_nodes

@@ -22,7 +22,6 @@ Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 from course_lib.layout.experts import METHODS, ExpertLayout
@@ -36,22 +35,14 @@ Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested 
 
 
 @checked
-def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
-    """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
-    found = [Counter(chain.from_iterable(_rows(expert_Tk))) for expert_Tk in experts]
-    return [[counts[expert] for expert in range(num_experts)] for counts in found]
-
-
-@checked
-def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
-    """One row for every assignment: rows[src][dst] is the sum over dst's experts."""
-    width = layout.experts_per_rank
-    return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
+def plain_rows(experts: Routing, layout: ExpertLayout) -> Rows:
+    """One row for every assignment, to the rank that has the expert; dropped ones do not count."""
+    return [_rows_to(list, expert_Tk, layout.experts_per_rank, layout.ep_size) for expert_Tk in experts]
 
 
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
-    return [_tokens_touching(expert_Tk, layout.experts_per_rank, layout.ep_size) for expert_Tk in experts]
+    return [_rows_to(set, expert_Tk, layout.experts_per_rank, layout.ep_size) for expert_Tk in experts]
 
 
 def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Rows]:
@@ -62,8 +53,8 @@ def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Ro
     size, width = layout.ep_size, layout.experts_per_rank
     across, inside = [[0] * size for _ in range(size)], [[0] * size for _ in range(size)]
     for src, expert_Tk in enumerate(experts):
-        nodes = _tokens_touching(expert_Tk, width * layout.ranks_per_node, layout.num_nodes)
-        ranks = _tokens_touching(expert_Tk, width, size)
+        nodes = _rows_to(set, expert_Tk, width * layout.ranks_per_node, layout.num_nodes)
+        ranks = _rows_to(set, expert_Tk, width, size)
         for node, tokens in enumerate(nodes):
             across[src][layout.relay(src, node)] = tokens
         for dst, tokens in enumerate(ranks):
@@ -71,15 +62,11 @@ def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Ro
     return across, inside
 
 
-def _tokens_touching(expert_Tk: Any, width: int, places: int) -> list[int]:
-    """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
-    touched = Counter(place for row in _rows(expert_Tk) for place in {expert // width for expert in row})
-    return [touched[place] for place in range(places)]
-
-
-def _rows(expert_Tk: Any) -> list[list[int]]:
-    """The experts of each token as lists, whatever holds them."""
-    return expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
+def _rows_to(kind: type[list] | type[set], expert_Tk: Any, width: int, places: int) -> list[int]:
+    """How many rows go to each place of `width` neighbouring experts: of a token a list of places, or each once."""
+    chosen_Tk = expert_Tk.tolist() if hasattr(expert_Tk, "tolist") else expert_Tk
+    rows = Counter(place for chosen in chosen_Tk for place in kind(expert // width for expert in chosen))
+    return [rows[place] for place in range(places)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +144,7 @@ def moe_traffic(
             "see capacity_of"
         )
     there = {
-        "plain": lambda: [plain_rows(counts_of(experts, layout.num_experts), layout)],
+        "plain": lambda: [plain_rows(experts, layout)],
         "padded": lambda: [[[capacity * layout.experts_per_rank] * layout.ep_size] * layout.ep_size],
         "once_per_rank": lambda: [once_per_rank_rows(experts, layout)],
         "once_per_node": lambda: once_per_node_rows(experts, layout),

@@ -83,11 +83,12 @@ def sent(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routi
 
 def stage_calls(run: Run, stage: Index) -> Calls:
     """List what one micro-batch makes a rank of one stage send inside it, forward and backward: over tp, cp and ep."""
-    num_layers = stage_config(run.config, layers_of(run.config, run.layout), stage).num_layers
+    layers = layers_of(run.config, run.layout)
+    part = stage_config(run.config, layers, stage)
     return {
-        "tp": tensor_calls(run, stage),
-        "cp": [replace(call, count=call.count * num_layers) for call in attention_calls(run)],
-        "ep": expected_calls(run, stage),
+        "tp": tensor_calls(run, part, (stage == 0, stage == len(layers) - 1)),
+        "cp": [replace(call, count=call.count * part.num_layers) for call in attention_calls(run)],
+        "ep": expected_calls(run, part.num_moe_layers),
     }
 
 

@@ -20,24 +20,24 @@ from collections.abc import Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
-from course_lib.memory.flats import Flat, different_terms_over_tp, layers_of
+from course_lib.layout.partition import kv_replication, piece_sizes
+from course_lib.memory.flats import Flat, different_terms_over_tp
 from course_lib.memory.states import wire_grad_bytes
 from course_lib.run import Run, recipe_of
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
-from course_lib.validate import Index
 
 Sums = list[tuple[str, str, int, int]]  # place, collective, elements per token, how often
 
 
-def tensor_calls(run: Run, stage: Index) -> list[Call]:
-    """List what one micro-batch makes a rank of one stage send over tp, forward and backward."""
+def tensor_calls(run: Run, part: ModelConfig, ends: tuple[bool, bool]) -> list[Call]:
+    """List what one micro-batch makes a rank send over tp, forward and backward, of a stage's part of the model.
+
+    ends   whether the stage is the first, the last
+    """
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     if layout.tp == 1:
         return []
-    layers = layers_of(run.config, layout)
-    part, ends = stage_config(run.config, layers, stage), (stage == 0, stage == len(layers) - 1)
     sequence = run.seq_len // layout.cp
     rows = piece_sizes(sequence, layout.tp)[0] * layout.tp if layout.sequence_parallel else sequence  # padded
     sums = (_sharded if layout.sequence_parallel else _replicated)(part, layout, ends)

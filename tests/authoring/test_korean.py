@@ -77,6 +77,15 @@ def _parts(text: str) -> tuple:
     return fences, code, formulas, links, Counter(_TAG.findall(text)), headings, tables, numbers
 
 
+def test_a_line_of_a_text_of_several_lines_has_an_entry_of_its_own():
+    entries = [entry for entry in polib.pofile(str(CATALOGUE)) if entry.msgid.count("\n") == entry.msgstr.count("\n")]
+    known = {_FIELD.sub("{}", entry.msgid).strip(".:") for entry in entries}
+    for entry in entries:
+        for line, korean_line in zip(entry.msgid.split("\n"), entry.msgstr.split("\n"), strict=True):
+            if re.search("[가-힣]", korean_line) and len(re.findall("[A-Za-z]{2,}", line)) > 3:
+                assert _FIELD.sub("{}", line.strip()).strip(".:") in known, "what prints it line by line needs it"
+
+
 def test_the_korean_readme_has_the_commands_of_the_english_one():
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.ko.md", "README.md")]
     there, english = (re.findall(r"^(?:make|course) [^#\n]*?(?= *#|$)", text, re.M) for text in texts)

@@ -92,3 +92,9 @@ def test_where_nothing_fits_it_is_told_how_much_is_missing_and_what_would(capsys
     assert said.count("\n") == 1 and "GB, " in said and " too many; this would fit: " in said
     for way in ("LoRA of rank 16", "GPUs, ZeRO-3"):
         assert way in said
+
+
+def test_an_engine_without_experts_is_told_in_words(capsys):
+    assert main(["plan", "mixtral-8x7b", "--gpus=16", "--seq=4K", "--batch=1M", "--framework=nanotron"]) == 2
+    said = capsys.readouterr().err
+    assert "nanotron has no experts, but mixtral-8x7b has; choose another engine (course, fsdp2, torchtitan" in said

@@ -1,12 +1,17 @@
 """`course simulate`: its answer as a table and as JSON, and one line for what cannot be."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from course_lib import cli
-from course_lib.cli.simulate import advice, layout_of
+from course_lib.cli.simulate import advice, layout_of, report, what_fits
+from course_lib.config import preset
+from course_lib.hardware import gpu
 from course_lib.layout import Layout
+from course_lib.run import Run
+from course_lib.simulate.cluster import SimulatedRank
 
 LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
 TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64", "--recipe", "fp32"]
@@ -69,3 +74,13 @@ def test_advice_names_what_is_not_yet_done():
     assert said("tp=2,sequence_parallel=true,recompute=full").endswith("try regather=true or more cp")
     assert said("tp=2,sequence_parallel=true,regather=true,recompute=full").endswith("try more cp")
     assert said("dp=2", 0) == "states are largest: try zero_stage=1 or more pp or more tp"
+
+
+@pytest.mark.parametrize(("usable", "room"), [(100, "does not fit"), (101, "tight"), (2_000_000_000, "fits")])
+def test_it_says_fits_tight_or_does_not_fit(usable, room):
+    """Tensors alone may be too many; where they are not, there is also what is no tensor, and the error bar."""
+    run = Run(preset("toy"), Layout(), 64)
+    rank = SimulatedRank(0, {}, (0,), 2, 101, {"activations": 100, "optimizer": 1}, {}, {}, 0, 0, 0.0)
+    found = report(run, [rank], replace(gpu("h100"), usable_bytes=usable))
+    assert (found["room"], found["fits"]) == (room, room != "does not fit")
+    assert what_fits(found).startswith(f"{room}: stage 0 needs ")

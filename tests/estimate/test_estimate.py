@@ -14,6 +14,7 @@ from statistics import median
 import pytest
 
 from course_lib.cli import main
+from course_lib.cli.predict import breakdown_of
 from course_lib.config import preset
 from course_lib.engines import ENGINES
 from course_lib.estimate import Calibration, calibrate, estimate, nearest
@@ -99,7 +100,7 @@ def test_hfu_counts_what_recomputation_repeats_and_mfu_does_not():
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_table_of_parts_adds_up(name):
-    lines = estimate(a_run(zero_stage=1), CLUSTER, name).table().splitlines()
+    lines = breakdown_of(estimate(a_run(zero_stage=1), CLUSTER, name)).splitlines()
     parts = [line for line in lines if line.startswith("  ")]
     shares = [int(line.partition("%")[0].split()[-1]) for line in parts]
     assert 195 <= sum(shares) <= 203  # two tables, parts below 0.5 % left out
@@ -193,17 +194,15 @@ def test_no_measured_run_of_the_package_is_said_not_to_fit():
 def test_where_nothing_fits_the_nearest_that_would_are_worked_out():
     card = Cluster(gpu("rtx-4090"), link("pcie4"), link("ethernet-100g"))
     run = Run(preset("llama-3.1-8b"), Layout(), 8192)
-    assert estimate(run, card).missing_bytes > 100e9
+    one = estimate(run, card)
+    assert one.memory_bytes - one.usable_bytes > 100e9
     found = nearest(run, card)
-    assert found and all(one.estimate.room == "fits" for one in found)
-    assert all(one.estimate == estimate(one.estimate.run, card) for one in found)
-    assert any("GPUs" in one.change for one in found) and any(
-        "host" in one.words or "too" in one.words for one in found
-    )
-    speeds = [one.estimate.tokens_per_s_per_gpu for one in found]
+    assert found and all(one.room == "fits" and one == estimate(one.run, card) for one in found.values())
+    assert any("GPUs" in change for change in found) and any("host" in each or "too" in each for each in found)
+    speeds = [one.tokens_per_s_per_gpu for one in found.values()]
     assert speeds == sorted(speeds, reverse=True)
     cluster = Cluster(gpu("h200"), link("nvlink4"), link("efa"))
-    assert nearest(Run(preset("llama-3.2-1b"), Layout(), 1024), cluster) == []
+    assert nearest(Run(preset("llama-3.2-1b"), Layout(), 1024), cluster) == {}
 
 
 def test_the_largest_micro_batch_of_a_model_in_no_fit_is_near_the_published_one():

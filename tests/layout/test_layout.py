@@ -321,13 +321,19 @@ def test_layouts_of_published_runs_are_possible():
             lambda: Layout(tp=8, ep=8, sequence_parallel=True).check_model(preset("toy-moe"), 60),
             r"seq_len \(60\) / cp \(1\) must be a multiple of tp \(8\): .*; nearest: ep=1",
         ),
-        (lambda: Layout.parse("expert_tp=whole"), "expert_tp is 'whole'; it must be a whole number"),
+        (
+            lambda: Layout.parse("expert_tp=whole"),
+            r"expert_tp \('whole'\) must be 1 \(whole experts, .*; nearest: expert_tp=1",
+        ),
         (lambda: Layout(tp=3).check_model(TOY), r"num_heads \(8\) .* tp \(3\); .*; nearest: tp=2 or tp=4$"),
         (
             lambda: Layout(pp=4, schedule="interleaved", v=2, micro_batches=6),
             "nearest: micro_batches=4 or micro_batches=8",
         ),
-        (lambda: Layout(pp=2, layers_of_stage=(-1, 5)), "one number, 0 or more, for each stage; nearest: .*=2-2"),
+        (
+            lambda: Layout(pp=2, layers_of_stage=(-1, 5)),
+            "one number, 0 or more, for each stage, like 3-5; nearest: .*=2-2",
+        ),
         (
             lambda: Layout(pp=2, schedule="zbv", zero_stage=1).check_model(TIED),
             "two stages of one rank.*; nearest: zero_stage=0 or",
@@ -342,10 +348,16 @@ def test_layouts_of_published_runs_are_possible():
         (lambda: Layout.parse(""), "'' in layout '' is not name=value; write dp=2"),
         (lambda: Layout.parse("dp=2,tp"), "'tp' in layout 'dp=2,tp' is not name=value"),
         (lambda: Layout.parse("zero_stge=1"), "a layout has no 'zero_stge'; did you mean zero_stage"),
-        (lambda: Layout.parse("dp=two"), "dp is 'two'; it must be a whole number, like dp=2"),
+        (lambda: Layout.parse("dp=two"), r"dp \('two'\) must be a whole number, 1 or more; nearest: dp=1"),
         (lambda: Layout.parse("dp=2,dp=2"), "dp stands twice"),
-        (lambda: Layout.parse("sequence_parallel=maybe"), "write true or false"),
-        (lambda: Layout.parse("layers_of_stage=3+5"), "several with - between them"),
+        (
+            lambda: Layout.parse("sequence_parallel=maybe"),
+            r"sequence_parallel \('maybe'\) is none of False, True; nearest: sequence_parallel=false",
+        ),
+        (
+            lambda: Layout.parse("layers_of_stage=3+5"),
+            "'3\\+5'.* one number, 0 or more, for each stage, like 3-5; nearest",
+        ),
         (lambda: Layout.parse("order=pp-dp"), "order is .*; nearest: order=pp-dp-cp-tp"),
         (lambda: Layout.from_dict({"dp": 2, "gpus": 8}), "a layout has no 'gpus'; choose from dp, cp, tp"),
     ],

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from course_lib.authoring import ROOT
-from course_lib.config import preset
+from course_lib.config import capacity_of, preset
 from course_lib.estimate import estimate
 from course_lib.float_formats import FORMATS
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.layout.experts import ExpertLayout, capacity_of
+from course_lib.layout.experts import ExpertLayout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets
 from course_lib.minimal.eight_bits import quantized
@@ -31,13 +31,13 @@ from course_lib.panels.plans import GAME, JOBS, PLAN, job_of, job_of_day, layout
 from course_lib.panels.record import Control, Panel
 from course_lib.panels.ring import PROGRAMS, RING, STEPS
 from course_lib.panels.svg import COLORS, LARGEST_HEIGHT, WIDTH, Chart, bars, ticks_of
+from course_lib.panels.synthetic_routing import best_groups, keep_fitting, synthetic_routing
 from course_lib.plan import search, work_out
 from course_lib.run import OPTIMIZERS, Run
 from course_lib.tensors import count_parameters
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes, sent
-from course_lib.traffic.routing import counts_of, moe_traffic
-from course_lib.traffic.synthetic_routing import best_groups, keep_fitting, synthetic_routing
+from course_lib.traffic.routing import moe_traffic, plain_rows
 
 PANELS = {listed.panel.title: listed.panel for listed in asked.PANELS.values()}
 LLAMA_8B = preset("llama-3.1-8b")
@@ -357,7 +357,7 @@ def test_known_layouts_are_shown_with_what_is_published_of_them():
 
 def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     job = job_of(PLAN.start)
-    by_hand, found = PLAN.answer(tp=4, micro_batch=4), search(job)
+    by_hand, found = PLAN.answer(tp=2, micro_batch=2), search(job)
     assert f"{found.best.layout}: {found.best.why}" in by_hand.said  # it happens to be the best
     charts, said = PLAN.slow["Search"](**PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(charts[0].rows) >= 4
@@ -435,7 +435,7 @@ def test_bytes_of_experts_are_those_of_the_routing(method):
     assert [(one.get("within the node", 0), one.get("between nodes", 0)) for one in columns.values()] == [
         (s.within_bytes, s.between_bytes) for s in map(traffic.forward, range(8))
     ]
-    counts = [sum(column) for column in zip(*counts_of(routing, 32), strict=True)]
+    counts = [sum(column) for column in zip(*plain_rows(routing, ExpertLayout(32, 32)), strict=True)]
     assert [sum(one.values()) for one in load.values()] == counts and sum(counts) == 8 * tokens * 4
     assert ("dropped" in answer.said) == bool(capacity)
 

@@ -15,10 +15,10 @@ from course_lib.launch import launch
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure import ByteMeter
 from course_lib.model import Routing, moe
+from course_lib.panels.synthetic_routing import popularity, synthetic_routing
 from course_lib.parallel import dispatch
 from course_lib.parallel.expert import expert_groups
 from course_lib.traffic.routing import moe_traffic
-from course_lib.traffic.synthetic_routing import synthetic_routing
 
 D = 6
 
@@ -62,7 +62,11 @@ def routing_of(expert_Tk, weight_Tk, kept_Tk, num_experts):
 def numbers(case, layout):
     """For each rank x_TD, expert_Tk, weight_Tk, kept_Tk; all experts; what the gradient of y is."""
     generator = torch.Generator().manual_seed(3)
-    whole = synthetic_routing(layout, max(1, *case.tokens), case.top_k, case.skew, case.max_nodes, 1, not case.together)
+    whole = synthetic_routing(layout, max(1, *case.tokens), case.top_k, case.skew, case.max_nodes, 1)
+    if case.together:  # experts get the numbers of their places, the most popular is 0
+        chance_E = popularity(case.experts, case.skew, 1)
+        place_E = [sorted(chance_E, reverse=True).index(chance) for chance in chance_E]
+        whole = [[[place_E[expert] for expert in row] for row in expert_Tk] for expert_Tk in whole]
     ranks = []
     for expert_Tk, count in zip(whole, case.tokens, strict=True):
         weight_Tk = torch.rand(count, case.top_k, generator=generator, dtype=torch.float64) + 0.1

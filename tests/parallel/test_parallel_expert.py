@@ -12,6 +12,7 @@ from harness import distance, one_process
 from course_lib import model
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.measure import ByteMeter
 from course_lib.parallel import engine as engines
@@ -70,20 +71,21 @@ def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(
 
 
 def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
-    config, narrow = (replace(LLAMA, moe=replace(EXPERTS, d_expert=width)) for width in (9, 3))
     refused = {
-        "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (config, 4, 3),
-        "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (config, 3, 3),
-        "ep (4) must be divisible by ranks_per_node (3)": (config, 4, 4, 1, 3),
-        "d_expert (3) leaves a rank of tp (4) with none": (narrow, 2, 2, 4),
-        "num_heads (4) must be divisible by tp (3); choose tp from 1, 2, 4": (config, 2, 2, 3),
-        "method 'twice' is unknown; choose from plain, once_per_rank, once_per_node": (config, 2, 2, 1, None, "twice"),
+        "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (LLAMA, 4, 3),
+        "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (LLAMA, 3, 3),
+        "ep (4) must be divisible by ranks_per_node (3)": (LLAMA, 4, 4, 3),
         "llama has no experts": (replace(LLAMA, moe=None), 2, 2),
     }
     for start, arguments in refused.items():
         with pytest.raises(ValueError) as error:
             check_expert_parallel(*arguments)
         assert str(error.value).startswith(start)
+    narrow = replace(LLAMA, moe=replace(EXPERTS, d_expert=3))
+    with pytest.raises(ValueError, match=re.escape("d_expert (3) leaves a rank of tp (4) with none")):
+        Layout(tp=4).check_model(narrow)
+    with pytest.raises(ValueError, match=re.escape("num_heads (4) must be divisible by tp (3); choose tp from 1, 2")):
+        Layout(tp=3).check_model(narrow)
 
 
 def refusals():
@@ -91,15 +93,16 @@ def refusals():
     odd = model.build(LLAMA)
     odd.blocks[0].mlp.experts[3].up.weight.requires_grad_(False)
     with ByteMeter() as meter:
-        for whole, given, ep_size in (
-            (model.build(LLAMA), None, 2),
-            (model.build(replace(LLAMA, moe=replace(EXPERTS, num_experts=7))), group, 2),
-            (expert.build(model.build(LLAMA), group), group, 2),
-            (odd, group, 2),
+        for whole, given, method in (
+            (model.build(LLAMA), None, "plain"),
+            (model.build(replace(LLAMA, moe=replace(EXPERTS, num_experts=7))), group, "plain"),
+            (expert.build(model.build(LLAMA), group), group, "plain"),
+            (odd, group, "plain"),
+            (model.build(LLAMA), group, "twice"),
         ):
             before = [id(p) for p in whole.parameters()]
             with pytest.raises(ValueError) as error:
-                expert.build(whole, given, ep_size)
+                expert.build(whole, given, 2, method)
             messages.append(str(error.value))
             assert before == [id(p) for p in whole.parameters()]
         with pytest.raises(ValueError, match=re.escape("ep (3) must divide the 2 ranks of dp; choose ep from 1, 2")):
@@ -111,5 +114,6 @@ def test_build_refuses_before_anything_is_sent_or_changed():
     for messages, calls in launch(refusals, 2):
         expected = ["build got None as its group", "num_experts (7) must be", "experts of layer 0 are a ModuleDict"]
         expected.append("experts of layer 0 are frozen in different ways")
+        expected.append("method 'twice' is unknown; choose from plain, once_per_rank, once_per_node")
         assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True)), messages
         assert calls == {}

@@ -10,7 +10,8 @@ from random_layouts import LLAMA, MODELS
 
 from course_lib.config import MlaConfig, preset
 from course_lib.engines import ENGINES
-from course_lib.estimate import estimate
+from course_lib.estimate import estimate, predict_rows
+from course_lib.estimate.table import run_of
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan import Job, explain, search, work_out
@@ -166,6 +167,39 @@ def test_a_plan_and_an_estimate_say_the_same_of_each_layout(engine):
         assert alone.room == option.room != "does not fit"
 
 
+def as_row(job, layout) -> dict[str, str]:
+    """The line of a table for `course predict` that asks for the layout."""
+    names = {"mbs": "micro_batch", "grad_acc": "micro_batches", "zero": "zero_stage"}
+    same = ("dp", "pp", "tp", "cp", "ep", "expert_tp", "schedule", "v", "dp_replicate", "recompute")
+    row = {column: getattr(layout, names.get(column, column)) for column in (*names, *same)}
+    nodes = -(-layout.world_size // job.cluster.gpus_per_node)
+    row |= {"model": job.config.name, "gpus": layout.world_size, "nodes": nodes, "states": job.recipe}
+    row |= {"regather": "yes" if layout.regather else "no"}
+    return {column: str(value) for column, value in row.items() if value is not None}
+
+
+@pytest.mark.parametrize("job", [*JOBS, replace(TIGHT, engine="nanotron")], ids=lambda job: job.engine)
+def test_a_plan_and_a_table_say_the_same_of_each_layout(job):
+    layouts = every_layout(job)
+    layouts = random.Random(1).sample(layouts, min(12, len(layouts)))
+    models, rows = {job.config.name: job.config}, [as_row(job, layout) for layout in layouts]
+    found = predict_rows(rows, models, job.cluster, job.seq_len, job.engine)
+    for layout, one in zip(layouts, found, strict=True):
+        own = work_out(job, layout)
+        assert one.layout == layout
+        assert (one.bytes_by_kind, one.seconds_by_part) == (own.bytes_by_kind, own.seconds_by_part)
+
+
+def test_what_an_engine_always_does_is_in_its_layouts_and_what_it_cannot_is_in_no_row():
+    """nanotron and Megatron gather inputs again, torchtitan keeps them."""
+    for engine, gathers in (("nanotron", True), ("megatron", True), ("torchtitan", False)):
+        layouts = [layout for layout in every_layout(replace(TIGHT, engine=engine)) if layout.tp > 1]
+        assert layouts and all(layout.regather == gathers for layout in layouts)
+        row = as_row(TIGHT, layouts[0])
+        del row["regather"]
+        assert run_of(row, {TIGHT.config.name: TIGHT.config}, 512, engine).layout.regather == gathers
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -219,6 +253,11 @@ def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_advised():
     assert advised(faster) is faster[0]  # the only one within 3 % of itself
     tight = replace(alike[2], usable_bytes=alike[2].memory_bytes)
     assert tight.room == "tight" and advised([alike[0], tight]) is alike[0]
+    again = replace(tight, run=job.run(replace(tight.layout, recompute="selective")))
+    kinds = {kind: 0.999 * size for kind, size in again.bytes_by_kind.items()}
+    assert advised([tight, replace(again, bytes_by_kind=kinds)]) is tight  # a thousandth less memory is none
+    kinds = {kind: 0.985 * size for kind, size in again.bytes_by_kind.items()}
+    assert advised([tight, lean := replace(again, bytes_by_kind=kinds)]) is lean and lean.room == "tight"
 
 
 def test_where_the_choice_is_not_the_fastest_it_is_told():

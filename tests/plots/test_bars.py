@@ -14,15 +14,15 @@ from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.tracker import KINDS, Timeline
 from course_lib.memory.budget import budget, budgets, states_of
+from course_lib.panels.synthetic_routing import synthetic_routing
 from course_lib.plots import comparison, experts, five_d_costs, holdings, memory
 from course_lib.plots.run_log import run_rows, show_run
 from course_lib.run import Run
 from course_lib.tensors import count_parameters, parameter_shapes
 from course_lib.timing import RATES
-from course_lib.timing.layer import Case, known, layer_times
+from course_lib.timing.layer import Case, layer_times
 from course_lib.traffic import sent
-from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
-from course_lib.traffic.synthetic_routing import synthetic_routing
+from course_lib.traffic.routing import moe_traffic, plain_rows
 from course_lib.train.watch import read_run
 from course_lib.units import UNITS, show_bytes
 
@@ -129,7 +129,7 @@ def test_a_step_in_time_has_the_clocks_seconds_in_each_lane_and_waits_for_tp_and
     cluster = next(iter(CLUSTERS.values()))
     rank, engine = run.layout.mesh.rank(pp=1, dp=0, cp=0, tp=0), replace(ENGINES["course"], hides_behind_weights=False)
     spans = five_d_costs.step_spans(run, rank, cluster, blocks=2, micro_batches=3)
-    times = layer_times(known(Case(run, cluster, engine, RATES)), True)
+    times = layer_times(Case(run, cluster, engine, RATES), True)
     of_lane = {lane: [span for span in spans if span.lane == lane] for lane in ("compute", "tp", "ep", "data")}
     seconds = {lane: sum(span.seconds for span in each) / 6 for lane, each in of_lane.items()}
     assert (seconds["tp"], seconds["ep"]) == pytest.approx(
@@ -165,7 +165,7 @@ def test_balance_is_load_over_mean_and_judged_at_the_end():
 def test_the_matrix_has_the_bytes_that_the_traffic_counts():
     layout = ExpertLayout(8, 4, 2)
     routing = synthetic_routing(layout, 64, 2, skew=0.5)
-    sent = experts.bytes_sent(plain_rows(counts_of(routing, 8), layout), 2 * 256)
+    sent = experts.bytes_sent(plain_rows(routing, layout), 2 * 256)
     dispatch = moe_traffic(routing, layout, 256).dispatch
     assert [sum(row) for row in sent] == [one.within_bytes + one.between_bytes for one in dispatch]
     assert all(sent[rank][rank] == 0 for rank in range(4))

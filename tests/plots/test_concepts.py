@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from course_lib.authoring import ROOT, read
 from course_lib.checks.ch13 import check_order
 from course_lib.compare.one_gpu import PASS_CONFIG
+from course_lib.compare.two_hosts import MEASURED
 from course_lib.config import preset
 from course_lib.float_formats import BLOCK_FORMATS, FORMATS
-from course_lib.hardware import LINKS, gpu
+from course_lib.hardware import HOPPER, LINKS, gpu
 from course_lib.layout import Mesh, links_of_axes, piece_sizes
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import even_layers
+from course_lib.layout.sequence_sharding import pairs, pairs_of_ranks
 from course_lib.memory.activations import block_terms, korthikanti_layer_bytes
 from course_lib.memory.states import padded, zero_bytes_per_parameter
 from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING
@@ -28,8 +29,7 @@ from course_lib.palette import OKABE_ITO
 from course_lib.plots.concepts import FOLDER, show_concept
 from course_lib.run import RECIPES
 from course_lib.schedules.instructions import loop_placement, v_placement
-from course_lib.simulate.two_hosts import MEASURED
-from course_lib.timing.kernel import HOPPER, Roof, product_bytes
+from course_lib.timing.kernel import Roof, product_bytes
 from course_lib.units import show_bytes
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))

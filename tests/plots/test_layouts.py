@@ -2,12 +2,12 @@
 
 import pytest
 
+from course_lib.cluster.failures import Failures, best_interval_s, goodput
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
 from course_lib.plots import choosing, experts
-from course_lib.timing.failures import Failures, best_interval_s, goodput
 from course_lib.units import show_seconds
 
 # ---------------------------------------------------------------- experts

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from course_lib.launch import launch
 from course_lib.layout import SEQUENCE_SHARDINGS
-from course_lib.layout.block_pairs import pairs, pairs_of_ranks
+from course_lib.layout.sequence_sharding import pairs, pairs_of_ranks
 from course_lib.minimal import ring
 from course_lib.panels.ring import ring_states
 from course_lib.parallel.positions import positions

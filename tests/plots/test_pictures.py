@@ -7,6 +7,7 @@ import torch
 from harness import sampled
 from pictures import look
 
+from course_lib.cluster.failures import Failures
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu
 from course_lib.layout import SEQUENCE_SHARDINGS, Layout
@@ -33,7 +34,6 @@ from course_lib.plots import (
 from course_lib.run import Run
 from course_lib.schedules import Costs
 from course_lib.timing import dp_spans, tensor_parallel_layer_spans
-from course_lib.timing.failures import Failures
 
 POWERS = [[10.0**rank * piece for piece in range(1, 5)] for rank in range(4)]
 H100 = Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["efa"])

@@ -20,7 +20,7 @@ from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank, simulate_ranks
-from course_lib.simulate.cluster import STATES, plan_assignments, planned_assignment, pp_ranks_of
+from course_lib.simulate.cluster import STATES, plan_assignments, planned_assignment
 from course_lib.tensors import LoRA
 from course_lib.training.precision import engine_dtypes
 
@@ -131,7 +131,7 @@ def test_every_preset_holds_on_a_gpu_what_the_formulas_say(name):
     config = preset(name)
     few = replace(config, num_layers=2 if config.moe is None else config.moe.first_dense_layers + 1)
     run = Run(few, Layout(micro_batch=16), min(2048, config.max_seq_len), optimizer_implementation="for-loop")
-    (simulated,), (formula,) = simulate_ranks(run).ranks, budgets(run)
+    (simulated,), (formula,) = simulate_ranks(run), budgets(run)
     assert simulated.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.01)
     if formula.moment.endswith("log-softmax"):  # when all activations are there
         assert simulated.peak_by_kind["activations"] == pytest.approx(formula.by_kind["activations"], rel=0.01)
@@ -143,9 +143,7 @@ def test_gpt2_saves_34_bytes_per_number_of_the_hidden_states_and_no_scores():
     B, S, D, V, L = 4, 1024, 768, 50_257, 12
     run = Run(preset("gpt2"), Layout(micro_batch=B), S, optimizer_implementation="for-loop")
     ends = 5 * B * S * D + 4 * B * S * V  # mask of the embedding, inputs of norm and head, FP32 log-softmax
-    assert simulate_ranks(run).ranks[0].peak_by_kind["activations"] == pytest.approx(
-        34 * S * B * D * L + ends, rel=0.01
-    )
+    assert simulate_ranks(run)[0].peak_by_kind["activations"] == pytest.approx(34 * S * B * D * L + ends, rel=0.01)
 
 
 # --- the tape
@@ -204,14 +202,16 @@ def test_flops_of_all_ranks_are_those_of_the_formula(recompute):
     formula = step_flops(DEEP, tokens, SEQ_LEN, recompute)
     if recompute == "full":  # a block's recomputation ends before its last product, which backward does not need
         formula -= 2 * tokens * DEEP.num_layers * DEEP.d_ff * DEEP.d_model
-    assert sum(rank.flops for rank in found.ranks) * layout.dp * layout.tp == formula
+    assert sum(rank.flops for rank in found) * layout.dp * layout.tp == formula
 
 
 def test_a_stage_is_simulated_on_the_rank_that_holds_it():
     layout = Layout(pp=2, schedule="zbv", micro_batches=4)
-    assert [pp_ranks_of(layout, stages) for stages in (range(4), [3, 0], [2])] == [[0, 1], [0], [1]]
+    run = Run(DEEP, layout, SEQ_LEN)
+    for stages, found in ((None, [(0, 3), (1, 2)]), ([3, 0], [(0, 3)]), ([2], [(1, 2)])):
+        assert [rank.stages for rank in simulate_ranks(run, stages)] == found
     with pytest.raises(ValueError, match=r"stages \[4\] do not exist.*0\.\.3"):
-        simulate_ranks(Run(DEEP, layout, SEQ_LEN), stages=[4])
+        simulate_ranks(run, stages=[4])
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from course_lib.timing.timelines import expert_layer_spans, exposed_s
+from course_lib.timing import exposed_s
+from course_lib.timing.timelines import expert_layer_spans
 
 SECONDS = {"attention": 4, "dispatch": 2, "experts": 4, "combine": 2}
 

@@ -130,6 +130,14 @@ def test_where_groups_lie_follows_from_the_order_of_the_axes():
     assert times[1].tp_s > 3 * times[0].tp_s
 
 
+def test_in_another_order_a_layer_is_timed_for_where_its_own_groups_lie():
+    """With pp inside tp the two ranks of tp are 8 apart, without a pipeline they are neighbours."""
+    order = ("dp", "tp", "pp", "cp")
+    near, far = (Layout(tp=2, micro_batches=8, order=order, **axes) for axes in ({"dp": 8}, {"pp": 8}))
+    times = [step_time(_run(LLAMA_8B, layout), H100) for layout in (near, far)]
+    assert times[1].tp_s > 5 * times[0].tp_s / 8  # an eighth of the layers each
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_groups_of_gradients_lie_as_the_mesh_says(tp, dp_replicate):
@@ -161,7 +169,7 @@ def test_dualpipe_trains_deepseek_v3_as_fast_as_its_report_says_where_the_engine
 
 
 def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
-    from course_lib.timing.exchange import numel_of_rank
+    from course_lib.timing.data import numel_of_rank
 
     config, cut = preset("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
     folded = replace(cut, expert_tp=1)
@@ -284,3 +292,10 @@ def test_a_constant_that_cannot_be_is_refused():
 def test_an_engine_that_cuts_by_cost_has_layers_for_every_stage_of_an_interleaved_pipeline():
     layout = Layout.parse("pp=2,dp=2,schedule=interleaved,v=2,micro_batches=4")
     assert step_time(_run(LLAMA_8B, layout), H100, "nanotron").bubble_s > 0
+
+
+def test_a_stage_may_have_no_layer_and_the_head_alone():
+    layout = Layout(pp=4, micro_batches=8, layers_of_stage=(11, 11, 10, 0))
+    forward_s = stage_costs(_run(LLAMA_8B, layout), H100, "nanotron").forward_s
+    assert forward_s[0] == forward_s[1] == pytest.approx(11 / 10 * forward_s[2])
+    assert 0 < forward_s[3] < forward_s[2]

@@ -2,10 +2,8 @@
 
 import pytest
 
-from course_lib.hardware import gpu
+from course_lib.hardware import AMPERE, HOPPER, gpu
 from course_lib.timing.kernel import (
-    AMPERE,
-    HOPPER,
     Roof,
     busy_share,
     flash_bytes,

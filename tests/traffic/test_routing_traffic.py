@@ -6,10 +6,10 @@ import torch
 from course_lib.config import MoeConfig
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.moe import capacity, capacity_of
+from course_lib.panels.synthetic_routing import synthetic_routing
 from course_lib.traffic.collectives import collective_bytes
 from course_lib.traffic.routing import (
     Sent,
-    counts_of,
     moe_traffic,
     once_per_node_rows,
     once_per_rank_rows,
@@ -17,7 +17,6 @@ from course_lib.traffic.routing import (
     sent,
     way_back,
 )
-from course_lib.traffic.synthetic_routing import synthetic_routing
 
 # 8 experts on 4 ranks, 2 nodes: rank 0 has 0 1, rank 1 has 2 3 | rank 2 has 4 5, rank 3 has 6 7
 LAYOUT = ExpertLayout(8, 4, ranks_per_node=2)
@@ -30,9 +29,13 @@ BY_HAND = [
 
 
 def test_rows_of_a_small_routing_are_those_counted_by_hand():
-    counts = counts_of(BY_HAND, 8)
-    assert counts == [[1, 1, 1, 0, 2, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1, 0], [0] * 8, [0, 1, 0, 1, 0, 0, 0, 0]]
-    assert plain_rows(counts, LAYOUT) == [[2, 1, 2, 2], [0, 0, 1, 1], [0] * 4, [1, 1, 0, 0]]
+    assert plain_rows(BY_HAND, ExpertLayout(8, 8)) == [
+        [1, 1, 1, 0, 2, 0, 1, 1],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0] * 8,
+        [0, 1, 0, 1, 0, 0, 0, 0],
+    ]
+    assert plain_rows(BY_HAND, LAYOUT) == [[2, 1, 2, 2], [0, 0, 1, 1], [0] * 4, [1, 1, 0, 0]]
     assert once_per_rank_rows(BY_HAND, LAYOUT) == [[1, 1, 2, 1], [0, 0, 1, 1], [0] * 4, [1, 1, 0, 0]]
     across, inside = once_per_node_rows(BY_HAND, LAYOUT)
     assert across == [[2, 0, 3, 0], [0, 0, 0, 1], [0] * 4, [0, 1, 0, 0]]  # to the same place in the other node
@@ -40,7 +43,7 @@ def test_rows_of_a_small_routing_are_those_counted_by_hand():
 
 
 def test_bytes_are_split_by_node_and_what_stays_costs_nothing():
-    rows = plain_rows(counts_of(BY_HAND, 8), LAYOUT)
+    rows = plain_rows(BY_HAND, LAYOUT)
     assert sent(rows, LAYOUT, 10) == [Sent(10, 40), Sent(0, 20), Sent(0, 0), Sent(0, 20)]
     assert sent(way_back(rows), LAYOUT, 10) == [Sent(0, 10), Sent(10, 10), Sent(0, 30), Sent(0, 30)]
     assert sum(each.total_bytes for each in sent(rows, ExpertLayout(8, 4), 10)) == 90
@@ -74,7 +77,7 @@ def by_token(experts, layout, copies):
 @pytest.mark.parametrize("layout", [ExpertLayout(16, 8, 2), ExpertLayout(16, 4, 4), ExpertLayout(12, 6, 1)])
 def test_rows_equal_a_count_token_by_token(layout, skew):
     experts = synthetic_routing(layout, 20, 4, skew)
-    assert plain_rows(counts_of(experts, layout.num_experts), layout) == by_token(experts, layout, list)
+    assert plain_rows(experts, layout) == by_token(experts, layout, list)
     per_rank = once_per_rank_rows(experts, layout)
     assert per_rank == by_token(experts, layout, set)
     across, inside = once_per_node_rows(experts, layout)

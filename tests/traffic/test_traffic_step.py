@@ -100,7 +100,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
     layout = Layout.parse(text)
-    for rank in simulate_ranks(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]).ranks:
+    for rank in simulate_ranks(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]):
         predicted = sent(Run(config, layout, 64, "fp32"), rank.rank, clip=True)
         assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
         states = states_of(Run(config, layout, 64, "fp32"), rank.coordinates["pp"])

@@ -32,7 +32,7 @@ def meshes(rng):
 
 def _rank_that_tells(mesh, ep, rng):
     """A rank whose run of ep has another number than its place in the run, and than the rank's place among the runs."""
-    places = {rank: mesh.data_ranks(rank).index(rank) for rank in range(1, mesh.world_size)}
+    places = {rank: mesh.ranks_along(("dp", "cp"), rank).index(rank) for rank in range(1, mesh.world_size)}
     num_runs = mesh.sizes["dp"] * mesh.sizes["cp"] // ep
     return rng.choice([rank for rank, n in places.items() if n % ep and n // ep not in (n % ep, n % num_runs)])
 

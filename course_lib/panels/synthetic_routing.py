@@ -12,14 +12,10 @@ from course_lib.validate import Amount, Seed, Size, checked
 Choices = list[list[int]]  # expert_Tk: the experts of each token, -1 where a choice was dropped
 
 
-def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed | None = None) -> list[float]:
-    """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
-
-    Without a seed expert 0 is the most popular, so neighbours, which share a rank, are popular together. A seed mixes.
-    """
+def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed = 0) -> list[float]:
+    """How likely each expert is a token's first choice: 1 / place^skew (Zipf), mixed. 0 is uniform, 1 strong."""
     weights = [(place + 1.0) ** -skew for place in range(num_experts)]
-    if seed is not None:
-        Random(seed).shuffle(weights)
+    Random(seed).shuffle(weights)
     return [weight / sum(weights) for weight in weights]
 
 
@@ -42,16 +38,14 @@ def synthetic_routing(
     skew: Amount = 0.0,
     max_nodes: Size | None = None,
     seed: Seed = 0,
-    mixed: bool = True,
 ) -> list[Choices]:
     """For each rank expert_Tk: k different experts a token, drawn by popularity one after the other.
 
     max_nodes: experts of at most so many nodes; those whose best top_k / max_nodes scores have the largest sum.
-    mixed: popular experts lie anywhere; otherwise together, on the first ranks.
     """
     E, nodes, uniform = layout.num_experts, layout.num_nodes, Random(seed).random
     check_groups(E, top_k, nodes, max_nodes)
-    p_E, node_E = popularity(E, skew, seed if mixed else None), [expert * nodes // E for expert in range(E)]
+    p_E, node_E = popularity(E, skew, seed), [expert * nodes // E for expert in range(E)]
     routing = []
     for _ in range(layout.ep_size):
         expert_Tk = []

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from course_lib.timing.failures import (
+from course_lib.cluster.failures import (
     Failures,
     best_interval_s,
     goodput,
