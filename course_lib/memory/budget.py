@@ -155,8 +155,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
 
 
 def fullest_budget(run: Run, engine: str = "course") -> Budget:
-    """The fullest rank's: the first has most in flight, the second may have experts, the last has the logits."""
-    ranks = {0, run.layout.pp - 1} | ({min(1, run.layout.pp - 1)} if run.config.moe else set())
+    """The fullest rank's: the first has most in flight, the second may have experts or more layers, the last logits."""
+    ranks = {0, min(1, run.layout.pp - 1), run.layout.pp - 1}
     return max((budget_of_rank(run, rank, engine=engine) for rank in ranks), key=lambda one: one.total_bytes)
 
 
