@@ -32,8 +32,10 @@ def packed(name: str, content: bytes) -> tuple[str, bytes]:
     """Return a file as the small wheel has it: source without its words, a catalogue packed, no README."""
     if name.endswith(".dist-info/METADATA"):
         return name, content.partition(b"\n\n")[0] + b"\n"
+    if name.endswith((".po", ".toml")) and not name.startswith("course_lib/templates/"):
+        content = re.sub(rb"(?m)^#.*\n", b"", content)
     if name.endswith(".po"):
-        return f"{name}.bz2", bz2.compress(re.sub(rb"(?m)^#.*\n", b"", content))
+        return f"{name}.bz2", bz2.compress(content)
     return name, content if any(part in name for part in TOLD_BY_HELP) else without_words(name, content)
 
 
