@@ -31,7 +31,6 @@ _WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all o
 # a score that is materialized: product, scale and mask, softmax, dropout, and back.
 LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
 
-
 _OF_A_LAYER = (
     "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
     "expert_method", "folded",
