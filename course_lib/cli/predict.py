@@ -16,7 +16,7 @@ from course_lib.engines import ENGINES
 from course_lib.estimate import Calibration, Estimate, calibrate, predict_rows, read_rows, write_table
 from course_lib.estimate import sensitivity as assumptions
 from course_lib.estimate.calibrate import BOUNDS, HELD, measured_step_s, ranges
-from course_lib.hardware import Cluster
+from course_lib.hardware import GB, Cluster
 from course_lib.shapes import is_preset
 from course_lib.timing import RATES
 from course_lib.validate import one_of, whole, writable_file
@@ -85,16 +85,16 @@ def predict_runs(
 def breakdown_of(one: Estimate) -> str:
     """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
     slow, fast = one.speed_range
-    few, most = (size / one.gb for size in one.memory_range)
+    few, most = (size / GB for size in one.memory_range)
     shares = {"MFU": one.mfu, "MFU of causal pairs": one.causal_mfu, "HFU with recomputation": one.hfu}
     lines = [
         f"step {one.step_s:.3g} s, {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
         f"{slow:,.0f} to {fast:,.0f}",
         "where the time goes (modelled):",
         *_bars(one.seconds_by_part, "s"),
-        f"peak {one.memory_bytes / one.gb:.1f} {one.unit}; nine in ten such runs: {few:.1f} to {most:.1f}",
+        f"peak {one.memory_bytes / GB:.1f} GB; nine in ten such runs: {few:.1f} to {most:.1f}",
         "what the memory is (modelled):",
-        *_bars({kind: size / one.gb for kind, size in one.bytes_by_kind.items()}, one.unit),
+        *_bars({kind: size / GB for kind, size in one.bytes_by_kind.items()}, "GB"),
         ", ".join(f"{name} {share:.1%}" for name, share in shares.items()),
         *([one.note] if one.note else []),
     ]

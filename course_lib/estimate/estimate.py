@@ -124,15 +124,11 @@ class Estimate(Checked):
         """What takes most of the memory, and most of the time, in one sentence each."""
         memory, kind = max((size, kind) for kind, size in self.bytes_by_kind.items())
         seconds, part = max((seconds, part) for part, seconds in self.seconds_by_part.items())
-        room, memory, share = self.room, memory / self.gb, seconds / self.step_s
+        room, share = self.room, seconds / self.step_s
         if room != "fits":
-            room += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
-        why = f"{room}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {share:.0%}"
+            room += f": needs {self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB"
+        why = f"{room}; most memory: {kind} {memory / GB:.1f} GB; most time: {part} {share:.0%}"
         return f"{why}; {self.note}" if self.note else why
-
-    @property
-    def unit(self) -> str:
-        return "GiB" if self.gb == 2**30 else "GB"
 
     @property
     def memory_range(self) -> tuple[float, float]:
