@@ -23,10 +23,10 @@ _ENDS = [re.compile(end) for end in (r"(?<=\n)", r"(?<=  )(?=\S)", r"(?<=[.!?]) 
 LONG = 50  # letters of a text that is not taken for another one, whatever its values are
 _LONG_VALUE = r"(?:(?![.!?] [A-Z]).)*?"  # not beyond a sentence's end
 _VALUE = r"(?:(?!  |[.!?:;] )[^\n])*?"  # within a sentence; below a line's end of several lines
-_ENGLISH = re.compile(r"[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # words, and no value
+_ENGLISH = re.compile(r"\d+[:;,]|[^가-힣]*\b(?:[a-z]{2,}|\d+) (?!ms\b)[a-z]{2,}\b(?![./=])[^가-힣]*")  # no value
 _BARE = re.compile(r"\s*\(?(.*?)[:;,.)]*\s*", re.DOTALL)  # "(the result:"
 SVG_TEXT = re.compile(r"(<(?:text|tspan|title|desc)\b[^>]*>)([^<]+)")
-_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|p$|le$|out$|put$|et$")  # what is read with a final consonant
+_CLOSED = re.compile(r"[013678lmnLMNR]$|ng$|(?<!\b[cdepst])p$|le$|out$|put$|et$")  # what is read with a final consonant
 
 
 @cache

@@ -17,6 +17,7 @@ ENTRIES = {
     "a block of {0}\nhas {1} elements": "블록 {0}\n원소 {1}개",
     "has {0} elements": "원소 {0}개",
     "rank {0} of {1}{2} {3}": "rank {1}개 중 rank {0}{2}: {3}",
+    "rank {0} of {1}": "rank {1}개 중 rank {0}",
     "failed:": "실패했습니다:",
     "had returned": "이미 반환했음",
     "rank {0} had returned": "rank {0} 이미 반환했음",
@@ -48,6 +49,8 @@ def _forget():
     [
         ("rank 3 was ended by SIGTERM", "rank 3이 SIGTERM으로 끝났습니다"),
         ("rank 2 was ended by node 7", "rank 2가 node 7로 끝났습니다"),
+        ("rank 2 was ended by tp", "rank 2가 tp로 끝났습니다"),  # two letters, each read by its name
+        ("rank 2 was ended by a step", "rank 2가 a step으로 끝났습니다"),
         ("runs/x holds no checkpoint; save one first", "runs/x에 checkpoint가 없습니다. 먼저 저장하세요"),
         ("Bytes of a rank\n3 of 4 ranks", "rank 하나의 바이트\n4개 rank 중 3개"),
         ("  Bytes of a rank:", "  rank 하나의 바이트:"),
@@ -58,6 +61,7 @@ def _forget():
         # a long text's value ends with its sentence
         ("nine in ten of the published runs needed 1, pipelines 2. save one first", "열에 아홉 1, 2. 먼저 저장하세요"),
         ("rank 1 of 16 failed:", "rank 16개 중 rank 1: 실패했습니다:"),  # of two side by side one is not there
+        ("rank 1 of 16: loss", "rank 16개 중 rank 1: loss"),  # the colon is of no number
         ("rank 1 of 16(b) failed:", "rank 16개 중 rank 1(b): 실패했습니다:"),
         ("rank 0 had returned", "rank 0 이미 반환했음"),
         ("loss  had returned  3 of 4 ranks", "loss  이미 반환했음  4개 rank 중 3개"),  # columns
