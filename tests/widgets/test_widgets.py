@@ -122,7 +122,7 @@ def test_a_measurement_that_fails_is_told_and_leaves_the_button_usable():
 def test_the_search_of_the_planner_is_a_button():
     box = play(PLAN)
     control(box, "Search").click()
-    assert "The planner takes dp=16,tp=4" in texts(box) and texts(box).count("<svg") == 2
+    assert "The planner takes dp=32,tp=2" in texts(box) and texts(box).count("<svg") == 2
 
 
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
