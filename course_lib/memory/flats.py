@@ -185,11 +185,12 @@ def _flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None
 ) -> tuple[Flat, ...]:
     trained, flats = tensors_of(config, layout, pp_rank, tp_rank, lora), []
+    of_experts, of_others = layout.expert_shard_size, layout.shard_size
     for stage in layout.stages_of_rank(pp_rank):
         of_stage = [one for one in trained if one.stage == stage]
         for group in units_of(of_stage) if layout.zero_stage == 3 else buckets_of(of_stage, itemsize):
             sizes, first = tuple(one.numel for one in group), group[0]
-            ranks = layout.expert_shard_size if first.kind == "experts" else layout.shard_size
+            ranks = of_experts if first.kind == "experts" else of_others
             whole = padded(sum(sizes), ranks)
             flats.append(Flat(tuple(group), ranks, stage, first.kind, first.unit, sizes, sum(sizes), whole))
     return tuple(flats)
