@@ -5,7 +5,7 @@ import torch
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.memory.budget import budgets, states_of
+from course_lib.memory.budget import budgets, fullest_budget, states_of
 from course_lib.memory.flats import flats_of
 from course_lib.memory.states import padded
 from course_lib.model import Llama
@@ -58,3 +58,11 @@ def test_C239_C240_gpus_that_hold_the_weights_alone():
     of_80_gib = [2 * count_parameters(preset(f"llama-3.1-{size}")) / (80 * 2**30) for size in ("70b", "405b")]
     assert [round(each, 2) for each in of_80_gib] == [1.64, 9.45]
     assert round(2 * count_parameters(preset("llama-3.1-405b")) / 80e9, 2) == 10.15
+
+
+@pytest.mark.parametrize("name, layers", [("llama-3.1-405b", (7, *[8] * 14, 7)), ("deepseek-v3", (*[4] * 13, 3, 3, 3))])
+def test_the_fullest_of_three_ranks_is_the_fullest_of_all(name, layers):
+    layout = Layout(dp=8, tp=8, pp=16, zero_stage=1, micro_batches=32, layers_of_stage=layers)  # rank 1 is the fullest
+    run = Run(preset(name), layout, 8192)
+    of_ranks = [one.total_bytes for one in budgets(run)]
+    assert fullest_budget(run).total_bytes == max(of_ranks) == of_ranks[1]
