@@ -129,7 +129,7 @@ print(heard == [("loss", 1 / (step + 1)) for step in range(16)])
     assert cell.out == "True\n"
     texts, all_closed = texts_of_bars(cell)
     counts = [int(text.split(" · ")[1].split(" of ")[0]) for text in texts]
-    assert all(re.fullmatch(r"steps · \d+ of 16 · loss 0\.\d+ · \d+ s", text) for text in texts), texts
+    assert all(re.fullmatch(r"steps · \d+ of 16 · loss (?:1|0\.\d+) · \d+ s", text) for text in texts), texts
     assert len(set(counts)) >= 2 and counts == sorted(counts) and all_closed
     shown = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "display_data"]
     assert [list(data) for data in shown] == [["application/vnd.jupyter.widget-view+json"]]  # no text, no picture
@@ -140,7 +140,8 @@ def test_a_launch_that_tells_nothing_shows_after_a_second_how_many_ranks_are_don
     cell = kernel.show("launch(lambda: time.sleep(2.2 * dist.get_rank()), 2)")
     texts, all_closed = texts_of_bars(cell)
     assert len(texts) >= 2 and all_closed
-    assert all(re.fullmatch(r"ranks done · [01] of 2 · \d+ s", text) for text in texts), texts
+    assert re.match(r"ranks done · [01] of 2", texts[0])  # the last may be told after the second rank is done
+    assert all(re.fullmatch(r"ranks done · [012] of 2 · \d+ s", text) for text in texts), texts
 
 
 def test_a_launch_that_fails_takes_its_bar_away(kernel):
