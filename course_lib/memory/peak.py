@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -24,9 +24,11 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
-from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
+from course_lib.memory.flats import Flat, Named, layers_of, most_in_flight
 from course_lib.memory.states import wire_grad_bytes
 from course_lib.run import Recipe, recipe_of
+from course_lib.schedules.builders import row_of_rank
+from course_lib.schedules.instructions import Instruction
 
 
 class Held(NamedTuple):
@@ -119,43 +121,20 @@ class Gradients:
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 
 
-class Instant(NamedTuple):
-    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
+def order_of(layout: Layout, pp_rank: int) -> tuple[tuple[Instruction, ...], int]:
+    """What a rank computes, in order, with few micro-batches; and how many more of them are in flight all the time.
 
-    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    done      stages whose gradients are all there
+    More than three micro-batches for each rank change nothing, unless all forwards come first: then all wait.
     """
-
-    op: str
-    stage: int
-    saved: dict[int, int]
-    waiting: dict[int, int]
-    done: frozenset[int]
+    few = min(layout.micro_batches, 3 * layout.pp)
+    order = row_of_rank(layout.schedule, layout.pp, few, layout.v, pp_rank)
+    return order, (layout.micro_batches - few) * (layout.schedule == "afab")
 
 
-def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
-    """The different instants of a rank's step, in the order of its schedule.
-
-    More than three micro-batches for each rank change nothing, unless all forwards come first.
-    """
-    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
-    return _instants_of(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
-
-
-@lru_cache(maxsize=4096)
-def _instants_of(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    made = schedule_of(schedule, pp, micro_batches, v)
-    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    done, found = frozenset(), {}
-    for op, _, stage in made.instructions[pp_rank]:
-        saved[stage] -= op in "BI"
-        waiting[stage] -= op == "W"
-        now = Instant(op, stage, dict(saved), dict(waiting), done)
-        found[op, stage, *saved.values(), *waiting.values(), done] = now
-        saved[stage] += op == "F"
-        waiting[stage] += op == "I"
-        done |= {stage} if op in "BW" else set()
-    return tuple(found.values())
+def most_saved(layout: Layout, pp_rank: int, sizes: Mapping[int, int]) -> int:
+    """The most that micro-batches in flight save on a rank at once: so many bytes of each, by stage."""
+    order, more = order_of(layout, pp_rank)
+    return most_in_flight(order, sizes) + more * sum(sizes.values())
 
 
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
@@ -163,19 +142,33 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 
     message   bytes of what goes from stage to stage: one is on its way
     """
-    fullest: dict[tuple[str, int, bool], Held] = {}  # of like instants
-    for now in instants(layout, pp_rank):
-        gradients = sum(stages[one][1].held for one in now.done)
-        activations = sum(
-            now.saved[one] * stage.activations + now.waiting[one] * stage.waiting for one, (stage, _) in stages.items()
-        )
-        logits = sum(now.saved[one] * stage.logits for one, (stage, _) in stages.items())
-        held = Held(gradients, activations, logits, temporary=message * (layout.pp > 1))
-        like = now.op, now.stage, now.stage not in now.done
+    order, more = order_of(layout, pp_rank)
+    gradients, activations, logits = 0, 0, 0  # of other micro-batches than that of an instruction
+    for stage, _ in stages.values():
+        activations += more * stage.activations
+        logits += more * stage.logits
+    fullest: dict[tuple[str, int, bool], tuple[int, int, int]] = {}  # of like instructions
+    done = set()  # stages whose gradients are all there
+    for op, _, one in order:
+        stage, of_stage = stages[one]
+        if op in "BI":
+            activations -= stage.activations
+            logits -= stage.logits
+        elif op == "W":
+            activations -= stage.waiting
+        like, held = (op, one, one not in done), (gradients, activations, logits)
         fullest[like] = max(fullest.get(like, held), held, key=sum)
+        if op == "F":
+            activations += stage.activations
+            logits += stage.logits
+        elif op == "I":
+            activations += stage.waiting
+        if op in "BW" and one not in done:
+            gradients += of_stage.held
+            done.add(one)
     for (op, one, is_first), held in fullest.items():
         for name, own in backward_moments(op, is_first, *stages[one]):
-            yield f"{op} of stage {one}: {name}", held.plus(own)
+            yield f"{op} of stage {one}: {name}", own.plus(Held(*held, temporary=message * (layout.pp > 1)))
 
 
 def backward_moments(op: str, is_first: bool, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:

@@ -139,25 +139,36 @@ def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     busiest = max(range(layout.pp), key=lambda rank: slots[rank])
     if layout.schedule == "naive":  # one rank at a time
         return busiest, layout.micro_batches * (sum(slots) - slots[busiest])
-    few = min(layout.micro_batches, 2 * layout.pp)
-    return busiest, sum(slots) / layout.pp * _waiting_slots(layout.schedule, layout.pp, few, layout.v)
+    return busiest, sum(slots) / layout.pp * _waiting_slots(layout.schedule, layout.pp, layout.micro_batches, layout.v)
 
 
 def least_waiting_slots(name: str, pp: int, v: int) -> float:
-    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp just as long."""
+    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp, or 2 pp - 1, as long.
+
+    That of zbv and dualpipe_v is the simulator's for these shares of a pass: a stage is half of a rank's layers.
+    """
     forward, inputs, weights = _SHARES_OF_PASSES
-    return (pp - 1) * {"interleaved": 1 / v, "zb_h1": forward + inputs - weights}.get(name, 0.0)
+    return (pp - 1) * {
+        "afab": 1.0,
+        "interleaved": 1 / v,
+        "zb_h1": forward + inputs - weights,
+        "zb_h2": forward,
+        "zbv": inputs / 2,
+        "dualpipe_v": (inputs - weights + max(forward, inputs - forward / max(1, pp - 1))) / 2,
+    }.get(name, 0.0)
 
 
 @lru_cache(maxsize=1024)
 def _waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
-    """What the simulator finds of equal stages: how many micro-batches' time a rank waits in a step."""
-    least = least_waiting_slots(name, pp, v)
-    if least and micro_batches >= pp:
-        return least
-    costs = Costs(*(share / stages_per_rank(name, v) for share in _SHARES_OF_PASSES))
-    found = clock(make(name, pp, micro_batches, v), costs)
-    return found.makespan_s - max(found.busy_s)
+    """How many micro-batches' time a rank waits in a step of equal stages, as the simulator finds it."""
+    _, inputs, weights = _SHARES_OF_PASSES
+    missing = max(0, {"zb_h1": pp, "zb_h2": 2 * pp - 1, "zbv": 2 * pp - 1}.get(name, 0) - micro_batches)
+    if name == "zbv" and missing:  # too few for any form
+        costs = Costs(*(share / stages_per_rank(name, v) for share in _SHARES_OF_PASSES))
+        found = clock(make(name, pp, micro_batches, v), costs)
+        return found.makespan_s - max(found.busy_s)
+    more = {"zb_h1": missing * weights, "zb_h2": missing // 2 * inputs + missing % 2 * (inputs - weights)}
+    return least_waiting_slots(name, pp, v) + more.get(name, 0.0)
 
 
 _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward takes more than its forward
