@@ -137,18 +137,15 @@ def most_saved(layout: Layout, pp_rank: int, sizes: Mapping[int, int]) -> int:
     return most_in_flight(order, sizes) + more * sum(sizes.values())
 
 
-def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
-    """Yield each moment of a rank's step that can be its fullest, by name.
+def instants(layout: Layout, pp_rank: int, stages: Stages) -> Iterator[tuple[tuple, tuple[int, int, int]]]:
+    """Yield of each instruction of a rank, in order, what micro-batches in flight beside its own hold.
 
-    message   bytes of what goes from stage to stage: one is on its way
+    ((op, stage, whether it makes the stage's gradients), bytes of (gradients, activations, logits))
     """
     order, more = order_of(layout, pp_rank)
-    gradients, activations, logits = 0, 0, 0  # of other micro-batches than that of an instruction
-    for stage, _ in stages.values():
-        activations += more * stage.activations
-        logits += more * stage.logits
-    fullest: dict[tuple[str, int, bool], tuple[int, int, int]] = {}  # of like instructions
-    done = set()  # stages whose gradients are all there
+    activations = more * sum(stage.activations for stage, _ in stages.values())
+    logits = more * sum(stage.logits for stage, _ in stages.values())
+    gradients, done = 0, set()  # stages whose gradients are all there
     for op, _, one in order:
         stage, of_stage = stages[one]
         if op in "BI":
@@ -156,8 +153,7 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
             logits -= stage.logits
         elif op == "W":
             activations -= stage.waiting
-        like, held = (op, one, one not in done), (gradients, activations, logits)
-        fullest[like] = max(fullest.get(like, held), held, key=sum)
+        yield (op, one, one not in done), (gradients, activations, logits)
         if op == "F":
             activations += stage.activations
             logits += stage.logits
@@ -166,6 +162,17 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
         if op in "BW" and one not in done:
             gradients += of_stage.held
             done.add(one)
+
+
+def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
+    """Yield each moment of a rank's step that can be its fullest, by name.
+
+    message   bytes of what goes from stage to stage: one is on its way
+    """
+    fullest: dict[tuple[str, int, bool], tuple[int, int, int]] = {}  # of like instants
+    for like, held in instants(layout, pp_rank, stages):
+        if like not in fullest or sum(held) > sum(fullest[like]):
+            fullest[like] = held
     for (op, one, is_first), held in fullest.items():
         for name, own in backward_moments(op, is_first, *stages[one]):
             yield f"{op} of stage {one}: {name}", own.plus(Held(*held, temporary=message * (layout.pp > 1)))
@@ -194,16 +201,16 @@ def stage_of(part: Part, stage: int) -> Stage:
     config, layout, counts = part.run.config, part.run.layout, layers_of(part.run.config, part.run.layout)
     layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
     sorts = {layer: config.has_experts(layer) for layer in layers}
-    like = {sort: layer for layer, sort in sorts.items()}
-    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, layer)) for sort, layer in like.items()}
-    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
-    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items() if part.in_layers}
+    like = {*sorts.values()}
+    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, sort)) for sort in like}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, sort)) for sort in like}
+    inside = {sort: _layer_moments(part, sort) for sort in like if part.in_layers}
     start, (end, of_head, targets, logits) = start_bytes(part, stage), end_bytes(part) if is_last else (0, 0, 0, 0)
     kept = start + sum(saved[sort] for sort in sorts.values())
     total, waiting, here = kept + end, is_last * of_head, not part.is_away
     moments, forward = _end_moments(part, here * total, logits) if is_last else [], ()
     if sorts.get(layers[-1]) and layout.recompute != "full":
-        there = targets + kept - layer_terms(part, layers[-1])[1].get("shared experts", 0)
+        there = targets + kept - layer_terms(part, True)[1].get("shared experts", 0)
         forward = (Moment("experts, forward", "", "", there, _forward_of_experts(part)),)
     for layer in reversed(layers):
         kept -= saved[sorts[layer]]
@@ -226,25 +233,26 @@ def stage_of(part: Part, stage: int) -> Stage:
     return Stage(targets + total, logits, waiting, moments, 0, forward)
 
 
-def _layer_moments(part: Part, layer: int) -> list[Moment]:
+@lru_cache(maxsize=4096)
+def _layer_moments(part: Part, has_experts: bool) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
     c, run, stream = part.local, part.run, part.stream
-    whole = layer_terms(part, layer, "none")
-    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, layer)
+    whole = layer_terms(part, has_experts, "none")
+    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, has_experts)
     before = sum(first.values())
-    left = before + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    left = before + part.split * of_matrices(part, has_experts)[1][1]  # once the MLP's backward is through
     again = sum(whole[0].values()) - before
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
     in_core, free = left + again - first["dropout masks"], 0
     if part.is_away:  # what comes back for one operator: a product's factors
-        in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
+        in_mlp = second["experts" if has_experts else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
     elif run.attention == "standard":  # values are free once they were multiplied by scores
         free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
-        *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
+        *(_expert_moments if has_experts else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
         Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
     ]

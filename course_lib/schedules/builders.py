@@ -57,6 +57,7 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
 
 
 def _one_f_one_b_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: rank pp - 1 turns at once, each one before it runs one forward further ahead."""
     forwards, backwards = ([op + str(i) for i in range(num_micro_batches)] for op in "FB")
     return _one_and_one(forwards, backwards, ahead=pp - rank - 1)
 
@@ -72,13 +73,11 @@ def _one_and_one(forwards: Sequence, backwards: Sequence, ahead: int) -> list:
 
 def _same_stage(name: str, pp: int, rows: Sequence[Sequence[str]]) -> Schedule:
     """A schedule with one stage a rank, from rows such as ["F0", "B0"]."""
-    instructions = tuple(_of_stage(row, rank) for rank, row in enumerate(rows))
+    instructions = tuple(
+        tuple(Instruction(word[0], int(word[1:]), rank) for word in row) for rank, row in enumerate(rows)
+    )
     num_micro_batches = 1 + max(instruction.micro_batch for instruction in instructions[0])
     return Schedule(name, pp, num_micro_batches, loop_placement(pp, 1), instructions)
-
-
-def _of_stage(words: Sequence[str], stage: int) -> tuple[Instruction, ...]:
-    return tuple(Instruction(word[0], int(word[1:]), stage) for word in words)
 
 
 # --- several stages a rank
@@ -99,6 +98,7 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
 
 
 def _interleaved_row(pp: int, num_micro_batches: int, rank: int, v: int) -> tuple[Instruction, ...]:
+    """What one rank does: pp micro-batches through each of its stages in turn, backward from the last one on."""
     turns = [
         (micro_batch, loop)
         for first in range(0, num_micro_batches, pp)
@@ -122,6 +122,7 @@ def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
 
 
 def _zb_h1_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: as far ahead as in 1F1B, with W as far behind as its number."""
     return _split_row(num_micro_batches, ahead=pp - rank - 1, behind=rank)
 
 
@@ -136,6 +137,7 @@ def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
 
 
 def _zb_h2_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: twice as far ahead and behind as in ZB-H1."""
     return _split_row(num_micro_batches, ahead=2 * (pp - rank - 1), behind=2 * rank)
 
 
@@ -276,7 +278,7 @@ def row_of_rank(name: str, pp: int, num_micro_batches: int, v: int, rank: int) -
     words = _ROWS["1f1b" if name == "interleaved" else name](pp, num_micro_batches, rank)
     if stages_per_rank(name) == 2:
         return _row_on_a_v(words, pp, num_micro_batches, rank)[0]
-    return _of_stage(words, rank)
+    return tuple(Instruction(word[0], int(word[1:]), rank) for word in words)
 
 
 @checked
