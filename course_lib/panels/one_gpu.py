@@ -100,12 +100,12 @@ def _draw_recompute(blocks: str, recompute: str, **values) -> Shown:
     totals = [sum(parts.values()) for parts in moments.values()]
     said = (
         f"{count} of {BLOCKS} blocks are computed again: {show_bytes(sum(kept))} are kept in place of "
-        f"{show_bytes(sum(whole))}. The largest moment of backward is at block {totals.index(max(totals))}: "
+        f"{show_bytes(BLOCKS * whole)}. The largest moment of backward is at block {totals.index(max(totals))}: "
         f"{show_bytes(max(totals))}. A step computes {(again - once) / once * count / BLOCKS:.1%} more."
     )
     return [
         columns(f"{MODEL.name}: activations of each block", each),
-        columns("Activations when backward comes to a block", moments, marks={"none again": sum(whole)}),
+        columns("Activations when backward comes to a block", moments, marks={"none again": BLOCKS * whole}),
     ], said
 
 
