@@ -200,9 +200,13 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
     if not_flat and zero == 0 and run.layout.world_size == run.layout.dp:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
-    flats, total = flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes), Counter()
-    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
-        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer, on_cpu)
+    units, total = Counter(), Counter()
+    for flat in flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes):
+        of_tensors = [(one.numel, one.count) for one in flat.tensors]
+        for numel, count in [(flat.numel // flat.count, flat.count)] if zero else of_tensors:
+            units[numel, flat.ranks] += count
+    for (numel, ranks), count in units.items():
+        of_one = zero_state_bytes([numel], zero, ranks, recipe, run.optimizer, on_cpu)
         total.update({kind: count * size for kind, size in vars(of_one).items()})
     return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
@@ -210,8 +214,8 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 @lru_cache(maxsize=2048)
 def _trained(
     config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int, live: int
-) -> tuple[dict[int, Gradients], list[int]]:
-    """The gradients of each stage of a rank, and what it updates."""
+) -> tuple[dict[int, Gradients], list[tuple[int, int]]]:
+    """The gradients of each stage of a rank, and what it updates: (elements, how many such)."""
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
     waits = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
@@ -219,7 +223,9 @@ def _trained(
     for stage in layout.stages_of_rank(pp_rank):
         own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
         found[stage] = gradients_of(layout, recipe, *own, waits, live)
-    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
+    if layout.zero_stage:
+        return found, [(flat.padded // flat.ranks // flat.count, flat.count) for flat in flats]
+    return found, [(one.numel, one.count) for one in trained]
 
 
 def _under(run: Run, engine: EngineFacts) -> Run:
