@@ -12,11 +12,13 @@ where the experts' gradients are there, in the second norm, which computes in FP
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from operator import add
 from typing import NamedTuple
 
@@ -86,21 +88,32 @@ class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
     held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
-    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
-             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
     copied   whether autograd's own gradients are copied: to buffers
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
+    times    by unit and tensor, when its gradient comes: minus its place; `begins` by unit, when its first one comes
+    changes  the times at which bytes change; `sums` the bytes from each of these on
     """
 
     held: int
     product: int
-    at: dict[tuple[str, str], tuple[int, int, int]]
     copied: bool
     whole: dict[str, int]
+    times: dict[tuple[str, str], int]
+    begins: dict[str, int]
+    changes: list[int]
+    sums: list[tuple[int, int, int]]
 
     def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
-        """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
-        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
+        """The gradients once a tensor's has come; of a tensor that the unit does not have, as the unit begins.
+
+        Those of a first backward; of the first part of a split one; whole ones on their way, with ZeRO-2 and 3, and a
+        tied head's, which waits for the embedding's.
+        """
+        if (time := self.times.get((unit, tensor))) is not None:
+            changed = bisect_right(self.changes, time)
+        else:
+            changed = bisect_left(self.changes, self.begins.get(unit, -inf))
+        return self.sums[changed - 1] if changed else (0, 0, 0)
 
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
@@ -327,59 +340,76 @@ def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
 
 
 def gradients_of(
-    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool, live: int = 0
 ) -> Gradients:
     """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
 
     A bucket is there from its first gradient on, with ZeRO-2 and 3 until the next one is full; a shard once it is sent.
 
     is_tied   whether the head's gradient waits for the embedding's
+    live      with ZeRO-3 no more parameters are whole at once, or those of one matrix; 0: a unit's and the next one's
     """
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
-    time = {one.name: index for index, one in enumerate(reversed(tensors))}
-    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
-    shared = [flat for flat in flats if zero or flat.ranks > 1]
-    groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
+    there, early, leaving = defaultdict(int), defaultdict(int), defaultdict(int)  # bytes that come or go, by time
     has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
-    if not has_buffers:
-        alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
-        groups += [((one,), raw * one.numel, 0) for one in tensors if one.name in alone]
-    left = {one.unit: index for index, one in enumerate(reversed(tensors))}  # when backward has gone through a unit
-    ends = accumulate((max(time[one.name] for one in group) for group, _, _ in groups), max)  # sent in one order
-    full = [left[group[0].unit] for group, _, _ in groups] if zero == 3 else [*ends]
-    following = dict(pairwise([*sorted({*full}), len(time)]))  # when the next bucket is full
-    for (group, size, ranks), end in zip(groups, full, strict=True):
-        begun = min(time[one.name] for one in group)
-        if ranks:  # a whole one, then beside its shard of the sum
-            kept = size // ranks
-            for when, change in ((begun, size), (end + 1, kept), (following[end] + 1, -size - kept)):
-                leaving[when] += change
-            size, begun = kept, following[end] + 1
-        there[begun] += size
-        first = [time[one.name] for one in group if "norm" in one.name or one.name in ("embed", "positions")]
-        early[min(first, default=-1)] += size  # a split backward's first part makes gradients that are of no product
-    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
-    tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
-    at, before, whole = {}, (0, 0, 0), Counter()
-    for one, *made, on_the_way in zip(reversed(tensors), there, early, leaving, strict=False):
-        at.setdefault((one.unit, ""), before)
-        before = *made, on_the_way + tied * (one.name != "embed")
-        at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
+    is_shared = any(zero or flat.ranks > 1 for flat in flats)
+    if zero > 1:  # a whole bucket, then beside its shard of the sum; of equal ones all but the last are sent
+        through = {one.unit: -one.place for one in reversed(tensors)}  # when backward has gone through a unit
+        ends = accumulate((-flat.tensors[-1].place for flat in flats), max)  # sent in one order
+        full = [through[flat.unit] for flat in flats] if zero == 3 else [*ends]
+        following = dict(pairwise([*sorted({*full}), 1]))  # when the next bucket is full
+        for flat, end in zip(flats, full, strict=True):
+            size = wire * flat.padded // flat.count
+            kept, sent = size // flat.ranks, following[end] + 1
+            leaving[_begun(flat.tensors)] += size
+            leaving[end + 1] += kept
+            leaving[sent] -= size + kept
+            there[end] += kept * (flat.count - 1)
+            there[sent] += kept
+    else:
+        groups = [(flat.tensors, wire * flat.padded) for flat in flats if zero or flat.ranks > 1]
+        if not (zero or has_buffers):
+            alone = [one for flat in flats if flat.ranks == 1 for one in flat.tensors]
+            groups += [((one,), raw * one.count * one.numel) for one in alone]
+        for group, size in groups:
+            there[_begun(group)] += size
+            if layout.splits_backward:  # its first part makes gradients that are of no product
+                first = [-one.place for one in group if "norm" in one.name or one.name in ("embed", "positions")]
+                early[min(first, default=1)] += size
+    embed = next((raw * one.numel for one in tensors if one.name == "embed"), 0) * is_tied
+    if embed:
+        leaving[_begun(tensors[-1:])] += embed
+        leaving[-tensors[0].place] -= embed
     product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
+    whole = Counter()
     for flat in flats if zero == 3 else ():
         whole[flat.unit] += raw * flat.padded
     with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
-    if tied:  # its embedding is whole all the time
+    if embed:  # it is whole all the time
         with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
-    return Gradients(there[-1], product, at, bool(shared) or has_buffers, with_next)
+    if live:
+        most = raw * max(live, *(one.numel for one in tensors))
+        with_next = {unit: min(size, most) for unit, size in with_next.items()}
+    changes = sorted({*there, *early, *leaving})
+    sums = (accumulate([sizes.get(time, 0) for time in changes]) for sizes in (there, early, leaving))
+    times = {(one.unit, one.name): -one.place for one in tensors}
+    begins = {one.unit: _begun([one]) for one in tensors}
+    held, copied = sum(there.values()), is_shared or has_buffers
+    return Gradients(held, product, copied, with_next, times, begins, changes, [*zip(*sums, strict=True)])
 
 
-def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _begun(tensors: Sequence[Named]) -> int:
+    """When the first gradient of tensors comes, the last of which is listed first."""
+    return 1 - tensors[0].place - tensors[0].count
+
+
+def after_backward(part: Part, numels: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
     """Yield (name, bytes) of each moment beside states: norms for clipping, AdamW's work space.
 
-    numels   elements of the rank's trained tensors, or of its shards of flats
+    numels   elements of the rank's trained tensors, or of its shards of flats, and how many of them are equal in a row
     """
-    run, recipe, largest = part.run, recipe_of(part.run.recipe), max(numels, default=0)
+    run, recipe = part.run, recipe_of(part.run.recipe)
+    largest = max((numel for numel, _ in numels), default=0)
     # in FP32, and squares; one process asks torch for its norms
     yield "clipping", FP32 * largest * ((recipe.grad_bytes < FP32) + (run.layout.world_size > 1))
     if run.optimizer != "adamw" or run.offload.optimizer != "device":
@@ -387,6 +417,8 @@ def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int
     elif run.layout.zero_stage or recipe.master_bytes:  # the course's own: FP32 roots, and what they are made from
         yield "update", FP32 * largest * (2 if recipe.grad_bytes < FP32 else 1)
     else:  # torch's: of a loop a tensor twice, and the root of the one before it
-        one_by_one = max((before + 2 * size for before, size in pairwise((0, *numels))), default=0)
-        of_how = {"fused": 0, "foreach": sum(numels), "for-loop": one_by_one}
+        of_two = [numel for numel, count in numels for _ in range(min(count, 2))]  # each beside the one before it
+        one_by_one = max((before + 2 * size for before, size in pairwise((0, *of_two))), default=0)
+        everything = sum(numel * count for numel, count in numels)
+        of_how = {"fused": 0, "foreach": everything, "for-loop": one_by_one}
         yield "update", recipe.param_bytes * of_how[run.implementation]
