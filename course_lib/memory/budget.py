@@ -122,7 +122,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
     run = _under(run, facts)
     part, layout, recipe, offload = part_of(run, tp_rank, load, facts), run.layout, recipe_of(run.recipe), run.offload
-    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
+    of_run = run.config, recipe, run.lora, with_any_batch(layout)
+    gradients, sizes = _trained(*of_run, pp_rank, tp_rank, facts.live_parameters)
     stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, held = states_of(run, pp_rank, tp_rank), sum(one.held for one in gradients.values())
     steps = [*moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)]
@@ -211,7 +212,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 
 @lru_cache(maxsize=2048)
 def _trained(
-    config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int
+    config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int, live: int
 ) -> tuple[dict[int, Gradients], list[tuple[int, int]]]:
     """The gradients of each stage of a rank, and what it updates: (elements, how many such)."""
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
@@ -220,7 +221,7 @@ def _trained(
     waits, found = waits and not layout.splits_backward, {}
     for stage in layout.stages_of_rank(pp_rank):
         own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
-        found[stage] = gradients_of(layout, recipe, *own, waits)
+        found[stage] = gradients_of(layout, recipe, *own, waits, live)
     if layout.zero_stage:
         return found, [(flat.padded // flat.ranks // flat.count, flat.count) for flat in flats]
     return found, [(one.numel, one.count) for one in trained]

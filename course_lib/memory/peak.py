@@ -341,13 +341,14 @@ def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
 
 
 def gradients_of(
-    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool, live: int = 0
 ) -> Gradients:
     """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
 
     A bucket is there from its first gradient on, with ZeRO-2 and 3 until the next one is full; a shard once it is sent.
 
     is_tied   whether the head's gradient waits for the embedding's
+    live      with ZeRO-3 no more parameters are whole at once, or those of one matrix; 0: a unit's and the next one's
     """
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     there, early, leaving = defaultdict(int), defaultdict(int), defaultdict(int)  # bytes that come or go, by time
@@ -387,6 +388,9 @@ def gradients_of(
     with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
     if embed:  # it is whole all the time
         with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
+    if live:
+        most = raw * max(live, *(one.numel for one in tensors))
+        with_next = {unit: min(size, most) for unit, size in with_next.items()}
     changes = sorted({*there, *early, *leaving})
     sums = (accumulate([sizes.get(time, 0) for time in changes]) for sizes in (there, early, leaving))
     times = {(one.unit, one.name): -one.place for one in tensors}
