@@ -19,7 +19,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
-from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, instants, moments, stage_of
+from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, moments, most_saved, stage_of
 from course_lib.memory.states import StateBytes, state_bytes, zero_state_bytes
 from course_lib.run import Recipe, Run, recipe_of
 from course_lib.tensors import LoRA, quantized_shapes
@@ -140,9 +140,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     places = Counter({offload.optimizer: states.optimizer})
     places.update({offload.parameters: states.parameters})
     if part.is_away:
-        of_each = [{**now.saved, now.stage: now.saved[now.stage] + 1} for now in instants(layout, pp_rank)]
-        saved = [sum(count * stages[one][0].moved for one, count in counts.items()) for counts in of_each]
-        places[offload.activations] += max(saved)
+        moved = {one: stage.moved for one, (stage, _) in stages.items()}
+        places[offload.activations] += most_saved(layout, pp_rank, moved)
     reserve = round((facts.reserved_share - 1) * sum(peak.values()))
     return Budget(
         **largest._replace(gradients=states.gradients)._asdict(),

@@ -8,7 +8,7 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,13 +19,11 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication
 from course_lib.memory.states import padded
-from course_lib.schedules import make
-from course_lib.schedules.instructions import Schedule
+from course_lib.schedules.instructions import Instruction, Schedule
 from course_lib.tensors import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes, is_replicated, narrow
 from course_lib.validate import Bytes, Size, checked
 
 BUCKET_BYTES = 25 * 2**20
-schedule_of = lru_cache(maxsize=256)(make)
 
 
 @lru_cache(maxsize=1024)
@@ -46,8 +44,13 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
 
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
+    return [most_in_flight(row, layers) for row in schedule.instructions]
+
+
+def most_in_flight(order: Iterable[Instruction], sizes: Sequence[int] | Mapping[int, int]) -> int:
+    """The most that one rank keeps at once of what its forwards save, so much for each micro-batch on a stage."""
     change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
-    return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]
+    return max(accumulate(change[op] * sizes[stage] for op, _, stage in order))
 
 
 class Named(NamedTuple):

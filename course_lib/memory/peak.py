@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -24,9 +24,11 @@ from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
-from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
+from course_lib.memory.flats import Flat, Named, layers_of, most_in_flight
 from course_lib.memory.states import wire_grad_bytes
 from course_lib.run import Recipe, recipe_of
+from course_lib.schedules.builders import row_of_rank
+from course_lib.schedules.instructions import Instruction
 
 
 class Held(NamedTuple):
@@ -119,43 +121,47 @@ class Gradients:
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 
 
-class Instant(NamedTuple):
-    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
+def order_of(layout: Layout, pp_rank: int) -> tuple[tuple[Instruction, ...], int]:
+    """What a rank computes, in order, with few micro-batches; and how many more of them are in flight all the time.
 
-    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    done      stages whose gradients are all there
+    More than three micro-batches for each rank change nothing, unless all forwards come first: then all wait.
     """
-
-    op: str
-    stage: int
-    saved: dict[int, int]
-    waiting: dict[int, int]
-    done: frozenset[int]
+    few = min(layout.micro_batches, 3 * layout.pp)
+    order = row_of_rank(layout.schedule, layout.pp, few, layout.v, pp_rank)
+    return order, (layout.micro_batches - few) * (layout.schedule == "afab")
 
 
-def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
-    """The different instants of a rank's step, in the order of its schedule.
+def most_saved(layout: Layout, pp_rank: int, sizes: Mapping[int, int]) -> int:
+    """The most that micro-batches in flight save on a rank at once: so many bytes of each, by stage."""
+    order, more = order_of(layout, pp_rank)
+    return most_in_flight(order, sizes) + more * sum(sizes.values())
 
-    More than three micro-batches for each rank change nothing, unless all forwards come first.
+
+def instants(layout: Layout, pp_rank: int, stages: Stages) -> Iterator[tuple[tuple, tuple[int, int, int]]]:
+    """Yield of each instruction of a rank, in order, what micro-batches in flight beside its own hold.
+
+    ((op, stage, whether it makes the stage's gradients), bytes of (gradients, activations, logits))
     """
-    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
-    return _instants_of(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
-
-
-@lru_cache(maxsize=4096)
-def _instants_of(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    made = schedule_of(schedule, pp, micro_batches, v)
-    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    done, found = frozenset(), {}
-    for op, _, stage in made.instructions[pp_rank]:
-        saved[stage] -= op in "BI"
-        waiting[stage] -= op == "W"
-        now = Instant(op, stage, dict(saved), dict(waiting), done)
-        found[op, stage, *saved.values(), *waiting.values(), done] = now
-        saved[stage] += op == "F"
-        waiting[stage] += op == "I"
-        done |= {stage} if op in "BW" else set()
-    return tuple(found.values())
+    order, more = order_of(layout, pp_rank)
+    activations = more * sum(stage.activations for stage, _ in stages.values())
+    logits = more * sum(stage.logits for stage, _ in stages.values())
+    gradients, done = 0, set()  # stages whose gradients are all there
+    for op, _, one in order:
+        stage, of_stage = stages[one]
+        if op in "BI":
+            activations -= stage.activations
+            logits -= stage.logits
+        elif op == "W":
+            activations -= stage.waiting
+        yield (op, one, one not in done), (gradients, activations, logits)
+        if op == "F":
+            activations += stage.activations
+            logits += stage.logits
+        elif op == "I":
+            activations += stage.waiting
+        if op in "BW" and one not in done:
+            gradients += of_stage.held
+            done.add(one)
 
 
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
@@ -163,19 +169,13 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 
     message   bytes of what goes from stage to stage: one is on its way
     """
-    fullest: dict[tuple[str, int, bool], Held] = {}  # of like instants
-    for now in instants(layout, pp_rank):
-        gradients = sum(stages[one][1].held for one in now.done)
-        activations = sum(
-            now.saved[one] * stage.activations + now.waiting[one] * stage.waiting for one, (stage, _) in stages.items()
-        )
-        logits = sum(now.saved[one] * stage.logits for one, (stage, _) in stages.items())
-        held = Held(gradients, activations, logits, temporary=message * (layout.pp > 1))
-        like = now.op, now.stage, now.stage not in now.done
-        fullest[like] = max(fullest.get(like, held), held, key=sum)
+    fullest: dict[tuple[str, int, bool], tuple[int, int, int]] = {}  # of like instants
+    for like, held in instants(layout, pp_rank, stages):
+        if like not in fullest or sum(held) > sum(fullest[like]):
+            fullest[like] = held
     for (op, one, is_first), held in fullest.items():
         for name, own in backward_moments(op, is_first, *stages[one]):
-            yield f"{op} of stage {one}: {name}", held.plus(own)
+            yield f"{op} of stage {one}: {name}", own.plus(Held(*held, temporary=message * (layout.pp > 1)))
 
 
 def backward_moments(op: str, is_first: bool, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
@@ -201,16 +201,16 @@ def stage_of(part: Part, stage: int) -> Stage:
     config, layout, counts = part.run.config, part.run.layout, layers_of(part.run.config, part.run.layout)
     layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
     sorts = {layer: config.has_experts(layer) for layer in layers}
-    like = {sort: layer for layer, sort in sorts.items()}
-    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, layer)) for sort, layer in like.items()}
-    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
-    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items() if part.in_layers}
+    like = {*sorts.values()}
+    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, sort)) for sort in like}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, sort)) for sort in like}
+    inside = {sort: _layer_moments(part, sort) for sort in like if part.in_layers}
     start, (end, of_head, targets, logits) = start_bytes(part, stage), end_bytes(part) if is_last else (0, 0, 0, 0)
     kept = start + sum(saved[sort] for sort in sorts.values())
     total, waiting, here = kept + end, is_last * of_head, not part.is_away
     moments, forward = _end_moments(part, here * total, logits) if is_last else [], ()
     if sorts.get(layers[-1]) and layout.recompute != "full":
-        there = targets + kept - layer_terms(part, layers[-1])[1].get("shared experts", 0)
+        there = targets + kept - layer_terms(part, True)[1].get("shared experts", 0)
         forward = (Moment("experts, forward", "", "", there, _forward_of_experts(part)),)
     for layer in reversed(layers):
         kept -= saved[sorts[layer]]
@@ -233,25 +233,26 @@ def stage_of(part: Part, stage: int) -> Stage:
     return Stage(targets + total, logits, waiting, moments, 0, forward)
 
 
-def _layer_moments(part: Part, layer: int) -> list[Moment]:
+@lru_cache(maxsize=4096)
+def _layer_moments(part: Part, has_experts: bool) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
     c, run, stream = part.local, part.run, part.stream
-    whole = layer_terms(part, layer, "none")
-    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, layer)
+    whole = layer_terms(part, has_experts, "none")
+    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, has_experts)
     before = sum(first.values())
-    left = before + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    left = before + part.split * of_matrices(part, has_experts)[1][1]  # once the MLP's backward is through
     again = sum(whole[0].values()) - before
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
     in_core, free = left + again - first["dropout masks"], 0
     if part.is_away:  # what comes back for one operator: a product's factors
-        in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
+        in_mlp = second["experts" if has_experts else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
     elif run.attention == "standard":  # values are free once they were multiplied by scores
         free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
-        *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
+        *(_expert_moments if has_experts else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
         Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
     ]

@@ -1,6 +1,7 @@
 """estimate(run, cluster, engine): how much, how fast, does it fit; beside what was measured and what was published."""
 
 import csv
+import gc
 import json
 import math
 import os
@@ -125,6 +126,28 @@ def test_an_estimate_takes_milliseconds():
         estimate(run, CLUSTER, "megatron")
         seconds.append(time.process_time() - begun)
     assert median(seconds) < 0.02  # 2 ms where nothing else runs; one of them may meet the collector
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("deepseek-v3", "dp=8"),
+        ("deepseek-v3", "dp=16,ep=2,pp=4,zero_stage=1,micro_batches=8"),
+        ("llama-3.1-405b", "dp=8,tp=8,pp=16,schedule=interleaved,v=7,micro_batches=64"),
+        ("llama-3.1-405b", "dp=8,tp=8,pp=8,schedule=afab,micro_batches=2048"),
+        ("llama-3.1-405b", "dp=8,tp=8,pp=32,schedule=dualpipe_v,micro_batches=64"),
+    ],
+)
+def test_many_experts_stages_and_micro_batches_take_no_longer(model, layout):
+    run = Run(preset(model), Layout.parse(layout), 4096)
+    gc.collect()
+    gc.disable()
+    try:
+        begun = time.process_time()
+        estimate(run, CLUSTER)
+        assert time.process_time() - begun < 0.025  # 3 to 5 ms where nothing else runs
+    finally:
+        gc.enable()
 
 
 A_ROW = dict(zip(("model", *READ), ("8B", "1", "8", "1", "1", "8", "1", "1", "3"), strict=True))
