@@ -96,8 +96,8 @@ class WithNumbers(TorchDispatchMode):
             device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
             with self.fakes:  # DeviceMesh looks at its ranks without it
                 out = tree_map(lambda x: fake_like(x, device), twin_out)
-        if twin_out is None:
-            return out
+        if twin_out is None or func._schema.name.startswith(UNFILLED):
+            return out  # nothing to write: where nobody has written, numbers are zeros
         with unset_fake_temporarily():
             for mine, its_twin in zip(tree_leaves(out), tree_leaves(twin_out), strict=True):
                 if isinstance(mine, FakeTensor) and isinstance(its_twin, torch.Tensor):
