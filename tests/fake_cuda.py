@@ -54,6 +54,7 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 NO_CUDA = "PyTorch is not linked with support for cuda devices"  # of a decomposition inside the fake mode
 DRAWN_IN_PLACE = ("aten::uniform_", "aten::normal_", "aten::random_", "aten::bernoulli_", "aten::exponential_")
 UNFILLED = ("aten::empty", "aten::new_empty")  # zeros: what is in them must be no index out of range
+ALL_TO_ALL = torch.ops.c10d.alltoall_base_.default
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -87,6 +88,8 @@ class WithNumbers(TorchDispatchMode):
         if all_on_meta(leaves, kwargs.get("device")):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is ALL_TO_ALL and not args[1].numel():
+            args = without_rows(*args)
         twin_out = self.run_twins(func, args, kwargs)
         try:
             check_generator(func, kwargs)
@@ -144,6 +147,12 @@ def mapped(change, arguments):
     if isinstance(arguments, list | tuple):
         return (list if isinstance(arguments, list) else tuple)(mapped(change, one) for one in arguments)
     return change(arguments)
+
+
+def without_rows(output: Tensor, empty: Tensor, group, *sizes_and_options) -> tuple:
+    """Of a rank that sends nothing: a fake group fills the output with what is sent, so this one stays zeros."""
+    sizes = ([0] * len(of_ranks) for of_ranks in sizes_and_options[:2])
+    return empty, empty, group, *sizes, *sizes_and_options[2:]
 
 
 def all_on_meta(leaves: list, device: torch.device | str | None) -> bool:
