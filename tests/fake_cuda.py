@@ -419,6 +419,7 @@ class LiftFromCpu(TorchFunctionMode):
 PATCHES = (
     (DistributedDataParallel, "__init__", not_faked("DDP's reducer is written in C++ and reads addresses")),
     (_PipelineStageBase, "__init__", not_faked("PyTorch's pipelines ask their neighbours for shapes")),
+    (torch.nn.Module, "compile", not_faked("torch.compile traces with fake tensors of its own")),
     (torch.distributed.checkpoint, "save", not_faked("PyTorch's checkpoints write storages themselves")),
     (checkpoint, "save", not_faked("checkpoints write storages themselves")),
     (checkpoint, "load", not_faked("checkpoints read storages themselves")),
