@@ -94,7 +94,7 @@ def read_published(path: Path = HERE / "published_runs.csv") -> list[Told]:
 
 def _published(row: dict[str, str], models: dict) -> Told:
     device, run = gpu(row["gpu"]), run_of(row, models, 4096, row["recipe"])
-    if run.layout.recompute == "selective" or row["source"].startswith("Korthikanti"):
+    if run.layout.recompute == "selective" or row["source"].startswith(("Korthikanti", "Narayanan")):
         run = replace(run, attention="standard")  # before flash kernels
     cluster = Cluster(device, link(device.link), link(row["nodes_link"]))
     memory = float(row["mem_gib"]) if row["mem_gib"] else None

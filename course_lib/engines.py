@@ -52,6 +52,7 @@ class EngineFacts(Checked):
     backward_grad_bytes: Bytes = 0
     bucket_bytes: Bytes = 0
     update_bytes: Bytes | None = None
+    live_parameters: Bytes = 0
     swiglu_tensors: Literal[2, 3, 4] = 4
     norm_bytes: Bytes = 2
     fp8_input_bytes: Bytes = 2
@@ -75,6 +76,7 @@ class EngineFacts(Checked):
     hides_tp: Share = 0.0
     hides_behind_weights: bool = True
     hides_data: bool = True
+    port_share: Share = 0.0
     hides_ep: tuple[str, ...] = ()
     counts_tied_twice: bool = False
 

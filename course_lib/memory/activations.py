@@ -84,9 +84,9 @@ part_of = lru_cache(maxsize=2048)(Part)  # equal runs share one, and what is cac
 
 
 @lru_cache(maxsize=4096)
-def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[Terms, Terms]:
+def layer_terms(part: Part, has_experts: bool, recompute: str | None = None) -> tuple[Terms, Terms]:
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
-    c, run, rows, D, has_experts = part.local, part.run, part.rows, part.local.d_model, part.local.has_experts(layer)
+    c, run, rows, D = part.local, part.run, part.rows, part.local.d_model
     how, stream = recompute or run.layout.recompute, {"block input": part.stream}
     if not part.in_layers:
         return {}, {}
@@ -100,7 +100,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     first = part.norm("block input", "first norm's") | _attention_terms(part, how) | {"dropout masks": masks}
     second = part.norm("residual", "second norm's") | {"MLP's dropout mask": masks}
     second |= _expert_terms(part) if has_experts else _mlp_terms(part, c.d_ff, "input of the MLP", "MLP")
-    for half, sizes in zip((first, second), of_matrices(part, layer), strict=True):
+    for half, sizes in zip((first, second), of_matrices(part, has_experts), strict=True):
         half |= {"casts and adapters": sizes[0]} if sizes[0] else {}
     return first, second
 
@@ -165,7 +165,7 @@ def _expert_terms(part: Part) -> Terms:
 
 
 @lru_cache(maxsize=4096)
-def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def of_matrices(part: Part, has_experts: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of attention's matrices, and of those behind it, (bytes of casts and adapters, bytes that wait).
 
     Autocast's copies are saved, and what adapters have between their two matrices. Between a backward's two parts each
@@ -173,7 +173,7 @@ def of_matrices(part: Part, layer: int) -> tuple[tuple[int, int], tuple[int, int
     """
     saved, waiting, lora = [0, 0], [0, 0], part.run.lora
     shared = ("k", "v", "kv_down") + ("up",) * (part.local.family == "llama")  # they read what one before them reads
-    for name, (shape, copies) in block_shapes(part.local, part.local.has_experts(layer)).items():
+    for name, (shape, copies) in block_shapes(part.local, has_experts).items():
         half, matrix = not name.startswith("attention"), name.rpartition(".")[2]
         if len(shape) == 2 and matrix != "router":
             (out, width), copies = shape, 1
@@ -225,7 +225,7 @@ def block_terms(
     """
     require_dense(config, "block_terms")
     part = part_of(Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu"))
-    first, second = layer_terms(part, 0)
+    first, second = layer_terms(part, has_experts=False)
     terms = {name: size // part.rows for name, size in (first | second).items() if not name.startswith("casts")}
     terms["dropout masks"] += terms.pop("MLP's dropout mask")
     return terms

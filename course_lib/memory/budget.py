@@ -19,7 +19,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
-from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, instants, moments, stage_of
+from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, moments, most_saved, stage_of
 from course_lib.memory.states import StateBytes, state_bytes, zero_state_bytes
 from course_lib.run import Recipe, Run, recipe_of
 from course_lib.tensors import LoRA, quantized_shapes
@@ -122,7 +122,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
     run = _under(run, facts)
     part, layout, recipe, offload = part_of(run, tp_rank, load, facts), run.layout, recipe_of(run.recipe), run.offload
-    gradients, sizes = _trained(run.config, recipe, run.lora, with_any_batch(layout), pp_rank, tp_rank)
+    of_run = run.config, recipe, run.lora, with_any_batch(layout)
+    gradients, sizes = _trained(*of_run, pp_rank, tp_rank, facts.live_parameters)
     stages = {stage: (stage_of(part, stage), of_stage) for stage, of_stage in gradients.items()}
     states, held = states_of(run, pp_rank, tp_rank), sum(one.held for one in gradients.values())
     steps = [*moments(layout, pp_rank, stages, part.own_rows * run.config.d_model * part.e)]
@@ -139,9 +140,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     places = Counter({offload.optimizer: states.optimizer})
     places.update({offload.parameters: states.parameters})
     if part.is_away:
-        of_each = [{**now.saved, now.stage: now.saved[now.stage] + 1} for now in instants(layout, pp_rank)]
-        saved = [sum(count * stages[one][0].moved for one, count in counts.items()) for counts in of_each]
-        places[offload.activations] += max(saved)
+        moved = {one: stage.moved for one, (stage, _) in stages.items()}
+        places[offload.activations] += most_saved(layout, pp_rank, moved)
     reserve = round((facts.reserved_share - 1) * sum(peak.values()))
     return Budget(
         **largest._replace(gradients=states.gradients)._asdict(),
@@ -199,26 +199,32 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
     if not_flat and zero == 0 and run.layout.world_size == run.layout.dp:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
-    flats, total = flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes), Counter()
-    for (sizes, ranks), count in Counter(((flat.numel,) if zero else flat.sizes, flat.ranks) for flat in flats).items():
-        of_one = zero_state_bytes(sizes, zero, ranks, recipe, run.optimizer, on_cpu)
+    units, total = Counter(), Counter()
+    for flat in flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes):
+        of_tensors = [(one.numel, one.count) for one in flat.tensors]
+        for numel, count in [(flat.numel // flat.count, flat.count)] if zero else of_tensors:
+            units[numel, flat.ranks] += count
+    for (numel, ranks), count in units.items():
+        of_one = zero_state_bytes([numel], zero, ranks, recipe, run.optimizer, on_cpu)
         total.update({kind: count * size for kind, size in vars(of_one).items()})
     return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
 
 @lru_cache(maxsize=2048)
 def _trained(
-    config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int
-) -> tuple[dict[int, Gradients], list[int]]:
-    """The gradients of each stage of a rank, and what it updates."""
+    config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int, live: int
+) -> tuple[dict[int, Gradients], list[tuple[int, int]]]:
+    """The gradients of each stage of a rank, and what it updates: (elements, how many such)."""
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
     waits = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
     waits, found = waits and not layout.splits_backward, {}
     for stage in layout.stages_of_rank(pp_rank):
         own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
-        found[stage] = gradients_of(layout, recipe, *own, waits)
-    return found, [flat.padded // flat.ranks for flat in flats] if layout.zero_stage else [one.numel for one in trained]
+        found[stage] = gradients_of(layout, recipe, *own, waits, live)
+    if layout.zero_stage:
+        return found, [(flat.padded // flat.ranks // flat.count, flat.count) for flat in flats]
+    return found, [(one.numel, one.count) for one in trained]
 
 
 def _under(run: Run, engine: EngineFacts) -> Run:

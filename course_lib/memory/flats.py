@@ -8,7 +8,7 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,13 +19,11 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication
 from course_lib.memory.states import padded
-from course_lib.schedules import make
-from course_lib.schedules.instructions import Schedule
+from course_lib.schedules.instructions import Instruction, Schedule
 from course_lib.tensors import LoRA, Shapes, adapter_shapes, block_shapes, end_shapes, is_replicated, narrow
 from course_lib.validate import Bytes, Size, checked
 
 BUCKET_BYTES = 25 * 2**20
-schedule_of = lru_cache(maxsize=256)(make)
 
 
 @lru_cache(maxsize=1024)
@@ -41,23 +39,35 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     """Count the parameters of each stage, a tied head's copy too; ValueError unless `layers` are those of the model."""
     check_layers(config, layers)
     layout = Layout(pp=len(layers), layers_of_stage=tuple(layers))
-    return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
+    return [sum(one.count * one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
 
 
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
+    return [most_in_flight(row, layers) for row in schedule.instructions]
+
+
+def most_in_flight(order: Iterable[Instruction], sizes: Sequence[int] | Mapping[int, int]) -> int:
+    """The most that one rank keeps at once of what its forwards save, so much for each micro-batch on a stage."""
     change = {"F": 1, "B": -1, "I": -1, "W": 0}  # F saves, B or I frees, W has nothing of these
-    return [max(accumulate(change[one.op] * layers[one.stage] for one in row)) for row in schedule.instructions]
+    return max(accumulate(change[op] * sizes[stage] for op, _, stage in order))
 
 
 class Named(NamedTuple):
-    """One parameter tensor of a rank."""
+    """A parameter tensor of a rank; or so many equal ones side by side, the matrices of a layer's experts.
+
+    name    in its unit
+    numel   elements of each
+    place   how many tensors of the rank come before it
+    """
 
     name: str
     numel: int
     kind: str  # "matrices", "norms", "head_norms", "kv", "tied", "experts"
     unit: str
     stage: int
+    place: int
+    count: int = 1
 
 
 def tensors_of(
@@ -98,7 +108,7 @@ def _tensors_of(
         of_block[True] |= {
             name: of for name, of in block_shapes(config, True).items() if name.startswith("moe.experts.")
         }
-    ends, found = {"before": before, "behind": behind}, []
+    ends, found, place = {"before": before, "behind": behind}, [], 0
     in_order = {sort: _in_model_order(shapes, config, layout, lora) for sort, shapes in (of_block | ends).items()}
     for stage in stages:
         units = {"embed": "before"} if stage == 0 else {}
@@ -106,24 +116,27 @@ def _tensors_of(
         units |= {f"blocks.{layer}": config.has_experts(layer) for layer in own}
         units |= {"end": "behind"} if stage == len(layers) - 1 else {}
         for unit, sort in units.items():
-            prefix = f"{unit}." * unit.startswith("blocks")
-            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in in_order[sort]]
+            for name, numel, kind, count in in_order[sort]:
+                found.append(Named(name, numel, kind, unit, stage, place, count))
+                place += count
     return tuple(found)
 
 
 def _in_model_order(
     shapes: Shapes, config: ModelConfig, layout: Layout, lora: LoRA | None
-) -> list[tuple[str, int, str]]:
-    """(name, elements, kind) of each that is trained, one expert after the other: gate.3, of adapters gate.3.lora_a."""
+) -> list[tuple[str, int, str, int]]:
+    """(name, elements, kind, count) of what is trained; one expert comes after the other."""
     shapes, found = adapter_shapes(shapes, lora) if lora else shapes, []
-    experts = [name for name in shapes if name.startswith("moe.experts.")]
+    of_expert = {name: prod(shape) for name, (shape, _) in shapes.items() if name.startswith("moe.experts.")}
     for name, (shape, copies) in shapes.items():
-        if name not in experts:
-            found.append((name, prod(shape), kind_of(name, config, layout)))
-        for i in range(copies // layout.ep if name in experts[:1] else 0):
-            for each in experts:
-                matrix, dot, adapter = each.removeprefix("moe.experts.").partition(".")
-                found.append((f"moe.experts.{matrix}.{i}{dot}{adapter}", prod(shapes[each][0]), "experts"))
+        if name not in of_expert:
+            found.append((name, prod(shape), kind_of(name, config, layout), 1))
+        elif name == next(iter(of_expert)):
+            sizes, experts = [*of_expert.values()], copies // layout.ep
+            if len({*sizes}) == 1:  # gate, up and down
+                found.append(("moe.experts", sizes[0], "experts", experts * len(sizes)))
+            else:  # adapters
+                found += [(one, numel, "experts", 1) for one, numel in of_expert.items()] * experts
     return found
 
 
@@ -156,8 +169,10 @@ def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
 class Flat(NamedTuple):
     """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks.
 
+    tensors         the last first, as their gradients come
     unit            of its first tensor; with ZeRO-3 of all
     numel, padded   elements, without and with the zeros that make equal shards of it
+    count           so many equal buckets of an expert's tensors, all counted in tensors, numel and padded
     """
 
     tensors: tuple[Named, ...]
@@ -165,9 +180,14 @@ class Flat(NamedTuple):
     stage: int
     kind: str
     unit: str
-    sizes: tuple[int, ...]
     numel: int
     padded: int
+    count: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor."""
+        return tuple(one.numel for one in self.tensors for _ in range(one.count))
 
 
 def flats_of(
@@ -188,11 +208,12 @@ def _flats_of(
     of_experts, of_others = layout.expert_shard_size, layout.shard_size
     for stage in layout.stages_of_rank(pp_rank):
         of_stage = [one for one in trained if one.stage == stage]
-        for group in units_of(of_stage) if layout.zero_stage == 3 else buckets_of(of_stage, itemsize):
-            sizes, first = tuple(one.numel for one in group), group[0]
+        units = [(unit[::-1], 1) for unit in units_of(of_stage)] if layout.zero_stage == 3 else []
+        for group, count in units or buckets_of(of_stage, itemsize):
+            numel, first = sum(one.count * one.numel for one in group), group[0]
             ranks = of_experts if first.kind == "experts" else of_others
-            whole = padded(sum(sizes), ranks)
-            flats.append(Flat(tuple(group), ranks, stage, first.kind, first.unit, sizes, sum(sizes), whole))
+            whole = count * padded(numel // count, ranks)
+            flats.append(Flat(tuple(group), ranks, stage, first.kind, first.unit, numel, whole, count))
     return tuple(flats)
 
 
@@ -204,16 +225,31 @@ def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
     return list(found.values())
 
 
-def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[Named]]:
-    """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py)."""
+def buckets_of(
+    tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES
+) -> list[tuple[list[Named], int]]:
+    """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py).
+
+    Equal buckets of equal tensors are listed once: (the tensors of all of them, how many there are).
+    """
     closed, filling, reached = [], {}, {}
     for one in reversed(tensors):
-        filling.setdefault(one.kind, []).append(one)
-        reached[one.kind] = reached.get(one.kind, 0) + itemsize * one.numel
-        if reached[one.kind] >= bucket_bytes:
-            closed.append(filling.pop(one.kind))
-            del reached[one.kind]
-    return closed + list(filling.values())
+        size, kind, count = itemsize * one.numel, one.kind, one.count
+        missing = -(-(bucket_bytes - reached.get(kind, 0)) // size)  # tensors that close the open bucket
+        if count < missing:
+            filling.setdefault(kind, []).append(one)
+            reached[kind] = reached.get(kind, 0) + size * count
+            continue
+        end = one if count == missing else one._replace(place=one.place + count - missing, count=missing)
+        closed.append(([*filling.pop(kind, []), end], 1))
+        of_each = -(-bucket_bytes // size)
+        buckets, left = divmod(count - missing, of_each)
+        if buckets:
+            closed.append(([one._replace(place=one.place + left, count=buckets * of_each)], buckets))
+        if left:
+            filling[kind] = [one._replace(count=left)]
+        reached[kind] = left * size
+    return closed + [(bucket, 1) for bucket in filling.values()]
 
 
 @checked
@@ -228,4 +264,4 @@ def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = 
     """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
     require_dense(config, "bucket_units")
     buckets = buckets_of(tensors_of(config, Layout()), itemsize, bucket_bytes)
-    return [sum(one.numel for one in bucket) for bucket in buckets]
+    return [sum(one.numel for one in bucket) for bucket, _ in buckets]

@@ -12,19 +12,23 @@ where the experts' gradients are there, in the second norm, which computes in FP
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from operator import add
 from typing import NamedTuple
 
 from course_lib.layout import Layout
 from course_lib.memory.activations import FP32, Part, Terms, end_bytes, layer_terms, of_matrices, start_bytes
-from course_lib.memory.flats import Flat, Named, layers_of, schedule_of
+from course_lib.memory.flats import Flat, Named, layers_of, most_in_flight
 from course_lib.memory.states import wire_grad_bytes
 from course_lib.run import Recipe, recipe_of
+from course_lib.schedules.builders import row_of_rank
+from course_lib.schedules.instructions import Instruction
 
 
 class Held(NamedTuple):
@@ -86,63 +90,78 @@ class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
     held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
-    at       by unit and tensor, while its gradient comes: those of a first backward, of the first part of a split
-             one; whole ones on their way, with ZeRO-2 and 3, and a tied head's, which waits for the embedding's
     copied   whether autograd's own gradients are copied: to buffers
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
+    times    by unit and tensor, when its gradient comes: minus its place; `begins` by unit, when its first one comes
+    changes  the times at which bytes change; `sums` the bytes from each of these on
     """
 
     held: int
     product: int
-    at: dict[tuple[str, str], tuple[int, int, int]]
     copied: bool
     whole: dict[str, int]
+    times: dict[tuple[str, str], int]
+    begins: dict[str, int]
+    changes: list[int]
+    sums: list[tuple[int, int, int]]
 
     def after(self, unit: str, tensor: str) -> tuple[int, int, int]:
-        """The gradients at a moment; after a tensor that the unit does not have, as the unit begins."""
-        return self.at.get((unit, tensor)) or self.at.get((unit, ""), (0, 0, 0))
+        """The gradients once a tensor's has come; of a tensor that the unit does not have, as the unit begins.
+
+        Those of a first backward; of the first part of a split one; whole ones on their way, with ZeRO-2 and 3, and a
+        tied head's, which waits for the embedding's.
+        """
+        if (time := self.times.get((unit, tensor))) is not None:
+            changed = bisect_right(self.changes, time)
+        else:
+            changed = bisect_left(self.changes, self.begins.get(unit, -inf))
+        return self.sums[changed - 1] if changed else (0, 0, 0)
 
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
 
 
-class Instant(NamedTuple):
-    """A forward or backward of one stage, or a part of it, and the micro-batches that are there beside its own.
+def order_of(layout: Layout, pp_rank: int) -> tuple[tuple[Instruction, ...], int]:
+    """What a rank computes, in order, with few micro-batches; and how many more of them are in flight all the time.
 
-    saved     by stage, those that wait for their backward; `waiting` those whose gradients of weights wait
-    done      stages whose gradients are all there
+    More than three micro-batches for each rank change nothing, unless all forwards come first: then all wait.
     """
-
-    op: str
-    stage: int
-    saved: dict[int, int]
-    waiting: dict[int, int]
-    done: frozenset[int]
+    few = min(layout.micro_batches, 3 * layout.pp)
+    order = row_of_rank(layout.schedule, layout.pp, few, layout.v, pp_rank)
+    return order, (layout.micro_batches - few) * (layout.schedule == "afab")
 
 
-def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
-    """The different instants of a rank's step, in the order of its schedule.
+def most_saved(layout: Layout, pp_rank: int, sizes: Mapping[int, int]) -> int:
+    """The most that micro-batches in flight save on a rank at once: so many bytes of each, by stage."""
+    order, more = order_of(layout, pp_rank)
+    return most_in_flight(order, sizes) + more * sum(sizes.values())
 
-    More than three micro-batches for each rank change nothing, unless all forwards come first.
+
+def instants(layout: Layout, pp_rank: int, stages: Stages) -> Iterator[tuple[tuple, tuple[int, int, int]]]:
+    """Yield of each instruction of a rank, in order, what micro-batches in flight beside its own hold.
+
+    ((op, stage, whether it makes the stage's gradients), bytes of (gradients, activations, logits))
     """
-    few = 3 * layout.pp if layout.schedule != "afab" else layout.micro_batches
-    return _instants_of(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
-
-
-@lru_cache(maxsize=4096)
-def _instants_of(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
-    made = schedule_of(schedule, pp, micro_batches, v)
-    saved, waiting = (dict.fromkeys(made.stages_of_rank(pp_rank), 0) for _ in range(2))
-    done, found = frozenset(), {}
-    for op, _, stage in made.instructions[pp_rank]:
-        saved[stage] -= op in "BI"
-        waiting[stage] -= op == "W"
-        now = Instant(op, stage, dict(saved), dict(waiting), done)
-        found[op, stage, *saved.values(), *waiting.values(), done] = now
-        saved[stage] += op == "F"
-        waiting[stage] += op == "I"
-        done |= {stage} if op in "BW" else set()
-    return tuple(found.values())
+    order, more = order_of(layout, pp_rank)
+    activations = more * sum(stage.activations for stage, _ in stages.values())
+    logits = more * sum(stage.logits for stage, _ in stages.values())
+    gradients, done = 0, set()  # stages whose gradients are all there
+    for op, _, one in order:
+        stage, of_stage = stages[one]
+        if op in "BI":
+            activations -= stage.activations
+            logits -= stage.logits
+        elif op == "W":
+            activations -= stage.waiting
+        yield (op, one, one not in done), (gradients, activations, logits)
+        if op == "F":
+            activations += stage.activations
+            logits += stage.logits
+        elif op == "I":
+            activations += stage.waiting
+        if op in "BW" and one not in done:
+            gradients += of_stage.held
+            done.add(one)
 
 
 def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Iterator[tuple[str, Held]]:
@@ -150,19 +169,13 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
 
     message   bytes of what goes from stage to stage: one is on its way
     """
-    fullest: dict[tuple[str, int, bool], Held] = {}  # of like instants
-    for now in instants(layout, pp_rank):
-        gradients = sum(stages[one][1].held for one in now.done)
-        activations = sum(
-            now.saved[one] * stage.activations + now.waiting[one] * stage.waiting for one, (stage, _) in stages.items()
-        )
-        logits = sum(now.saved[one] * stage.logits for one, (stage, _) in stages.items())
-        held = Held(gradients, activations, logits, temporary=message * (layout.pp > 1))
-        like = now.op, now.stage, now.stage not in now.done
-        fullest[like] = max(fullest.get(like, held), held, key=sum)
+    fullest: dict[tuple[str, int, bool], tuple[int, int, int]] = {}  # of like instants
+    for like, held in instants(layout, pp_rank, stages):
+        if like not in fullest or sum(held) > sum(fullest[like]):
+            fullest[like] = held
     for (op, one, is_first), held in fullest.items():
         for name, own in backward_moments(op, is_first, *stages[one]):
-            yield f"{op} of stage {one}: {name}", held.plus(own)
+            yield f"{op} of stage {one}: {name}", own.plus(Held(*held, temporary=message * (layout.pp > 1)))
 
 
 def backward_moments(op: str, is_first: bool, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
@@ -188,16 +201,16 @@ def stage_of(part: Part, stage: int) -> Stage:
     config, layout, counts = part.run.config, part.run.layout, layers_of(part.run.config, part.run.layout)
     layers, is_last = range(sum(counts[:stage]), sum(counts[: stage + 1])), stage == len(counts) - 1
     sorts = {layer: config.has_experts(layer) for layer in layers}
-    like = {sort: layer for layer, sort in sorts.items()}
-    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, layer)) for sort, layer in like.items()}
-    waits = {sort: part.split * sum(size for _, size in of_matrices(part, layer)) for sort, layer in like.items()}
-    inside = {sort: _layer_moments(part, layer) for sort, layer in like.items() if part.in_layers}
+    like = {*sorts.values()}
+    saved = {sort: sum(sum(half.values()) for half in layer_terms(part, sort)) for sort in like}
+    waits = {sort: part.split * sum(size for _, size in of_matrices(part, sort)) for sort in like}
+    inside = {sort: _layer_moments(part, sort) for sort in like if part.in_layers}
     start, (end, of_head, targets, logits) = start_bytes(part, stage), end_bytes(part) if is_last else (0, 0, 0, 0)
     kept = start + sum(saved[sort] for sort in sorts.values())
     total, waiting, here = kept + end, is_last * of_head, not part.is_away
     moments, forward = _end_moments(part, here * total, logits) if is_last else [], ()
     if sorts.get(layers[-1]) and layout.recompute != "full":
-        there = targets + kept - layer_terms(part, layers[-1])[1].get("shared experts", 0)
+        there = targets + kept - layer_terms(part, True)[1].get("shared experts", 0)
         forward = (Moment("experts, forward", "", "", there, _forward_of_experts(part)),)
     for layer in reversed(layers):
         kept -= saved[sorts[layer]]
@@ -220,25 +233,26 @@ def stage_of(part: Part, stage: int) -> Stage:
     return Stage(targets + total, logits, waiting, moments, 0, forward)
 
 
-def _layer_moments(part: Part, layer: int) -> list[Moment]:
+@lru_cache(maxsize=4096)
+def _layer_moments(part: Part, has_experts: bool) -> list[Moment]:
     """The moments of a layer's backward, and the activations of this layer that are there then."""
     c, run, stream = part.local, part.run, part.stream
-    whole = layer_terms(part, layer, "none")
-    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, layer)
+    whole = layer_terms(part, has_experts, "none")
+    first, second = whole if run.layout.recompute == "full" or run.operators else layer_terms(part, has_experts)
     before = sum(first.values())
-    left = before + part.split * of_matrices(part, layer)[1][1]  # once the MLP's backward is through
+    left = before + part.split * of_matrices(part, has_experts)[1][1]  # once the MLP's backward is through
     again = sum(whole[0].values()) - before
     if again and run.attention == "standard":  # beside its inputs; what o read is free
         again = whole[0]["core"] - first["input of o"]
     in_mlp, in_norm = before + sum(second.values()), left + second["residual"]
     in_core, free = left + again - first["dropout masks"], 0
     if part.is_away:  # what comes back for one operator: a product's factors
-        in_mlp = second["experts" if c.has_experts(layer) else "MLP"] // 2
+        in_mlp = second["experts" if has_experts else "MLP"] // 2
         in_norm, in_core = second["residual"], first["core"] + first["input of o"]
     elif run.attention == "standard":  # values are free once they were multiplied by scores
         free = part.rows * c.num_heads * c.value_dim * part.e + first["input of o"] * (not (again or part.split))
     return [
-        *(_expert_moments if c.has_experts(layer) else _mlp_moments)(part, in_mlp, second),
+        *(_expert_moments if has_experts else _mlp_moments)(part, in_mlp, second),
         Moment("second norm", "", "mlp.norm", in_norm, 2 * stream + _norm_work(part)),
         Moment("attention", "", "attention.o", in_core, stream + _core_work(part) - free),
     ]
@@ -327,59 +341,76 @@ def _end_moments(part: Part, total: int, logits: int) -> list[Moment]:
 
 
 def gradients_of(
-    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool
+    layout: Layout, recipe: Recipe, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool, live: int = 0
 ) -> Gradients:
     """Follow the gradients of one stage's trained tensors through a backward pass: the last tensor's comes first.
 
     A bucket is there from its first gradient on, with ZeRO-2 and 3 until the next one is full; a shard once it is sent.
 
     is_tied   whether the head's gradient waits for the embedding's
+    live      with ZeRO-3 no more parameters are whole at once, or those of one matrix; 0: a unit's and the next one's
     """
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
-    time = {one.name: index for index, one in enumerate(reversed(tensors))}
-    there, early, leaving = ([0] * (len(time) + 2) for _ in range(3))
-    shared = [flat for flat in flats if zero or flat.ranks > 1]
-    groups = [(flat.tensors, wire * flat.padded, flat.ranks * (zero > 1)) for flat in shared]
+    there, early, leaving = defaultdict(int), defaultdict(int), defaultdict(int)  # bytes that come or go, by time
     has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
-    if not has_buffers:
-        alone = time.keys() - {one.name for flat in shared for one in flat.tensors}
-        groups += [((one,), raw * one.numel, 0) for one in tensors if one.name in alone]
-    left = {one.unit: index for index, one in enumerate(reversed(tensors))}  # when backward has gone through a unit
-    ends = accumulate((max(time[one.name] for one in group) for group, _, _ in groups), max)  # sent in one order
-    full = [left[group[0].unit] for group, _, _ in groups] if zero == 3 else [*ends]
-    following = dict(pairwise([*sorted({*full}), len(time)]))  # when the next bucket is full
-    for (group, size, ranks), end in zip(groups, full, strict=True):
-        begun = min(time[one.name] for one in group)
-        if ranks:  # a whole one, then beside its shard of the sum
-            kept = size // ranks
-            for when, change in ((begun, size), (end + 1, kept), (following[end] + 1, -size - kept)):
-                leaving[when] += change
-            size, begun = kept, following[end] + 1
-        there[begun] += size
-        first = [time[one.name] for one in group if "norm" in one.name or one.name in ("embed", "positions")]
-        early[min(first, default=-1)] += size  # a split backward's first part makes gradients that are of no product
-    there, early, leaving = ([*accumulate(sizes)] for sizes in (there, early, leaving))
-    tied = is_tied * next((raw * one.numel for one in tensors if one.name == "embed"), 0)
-    at, before, whole = {}, (0, 0, 0), Counter()
-    for one, *made, on_the_way in zip(reversed(tensors), there, early, leaving, strict=False):
-        at.setdefault((one.unit, ""), before)
-        before = *made, on_the_way + tied * (one.name != "embed")
-        at[one.unit, one.name.removeprefix(f"{one.unit}.")] = before
+    is_shared = any(zero or flat.ranks > 1 for flat in flats)
+    if zero > 1:  # a whole bucket, then beside its shard of the sum; of equal ones all but the last are sent
+        through = {one.unit: -one.place for one in reversed(tensors)}  # when backward has gone through a unit
+        ends = accumulate((-flat.tensors[-1].place for flat in flats), max)  # sent in one order
+        full = [through[flat.unit] for flat in flats] if zero == 3 else [*ends]
+        following = dict(pairwise([*sorted({*full}), 1]))  # when the next bucket is full
+        for flat, end in zip(flats, full, strict=True):
+            size = wire * flat.padded // flat.count
+            kept, sent = size // flat.ranks, following[end] + 1
+            leaving[_begun(flat.tensors)] += size
+            leaving[end + 1] += kept
+            leaving[sent] -= size + kept
+            there[end] += kept * (flat.count - 1)
+            there[sent] += kept
+    else:
+        groups = [(flat.tensors, wire * flat.padded) for flat in flats if zero or flat.ranks > 1]
+        if not (zero or has_buffers):
+            alone = [one for flat in flats if flat.ranks == 1 for one in flat.tensors]
+            groups += [((one,), raw * one.count * one.numel) for one in alone]
+        for group, size in groups:
+            there[_begun(group)] += size
+            if layout.splits_backward:  # its first part makes gradients that are of no product
+                first = [-one.place for one in group if "norm" in one.name or one.name in ("embed", "positions")]
+                early[min(first, default=1)] += size
+    embed = next((raw * one.numel for one in tensors if one.name == "embed"), 0) * is_tied
+    if embed:
+        leaving[_begun(tensors[-1:])] += embed
+        leaving[-tensors[0].place] -= embed
     product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
+    whole = Counter()
     for flat in flats if zero == 3 else ():
         whole[flat.unit] += raw * flat.padded
     with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
-    if tied:  # its embedding is whole all the time
+    if embed:  # it is whole all the time
         with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
-    return Gradients(there[-1], product, at, bool(shared) or has_buffers, with_next)
+    if live:
+        most = raw * max(live, *(one.numel for one in tensors))
+        with_next = {unit: min(size, most) for unit, size in with_next.items()}
+    changes = sorted({*there, *early, *leaving})
+    sums = (accumulate([sizes.get(time, 0) for time in changes]) for sizes in (there, early, leaving))
+    times = {(one.unit, one.name): -one.place for one in tensors}
+    begins = {one.unit: _begun([one]) for one in tensors}
+    held, copied = sum(there.values()), is_shared or has_buffers
+    return Gradients(held, product, copied, with_next, times, begins, changes, [*zip(*sums, strict=True)])
 
 
-def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _begun(tensors: Sequence[Named]) -> int:
+    """When the first gradient of tensors comes, the last of which is listed first."""
+    return 1 - tensors[0].place - tensors[0].count
+
+
+def after_backward(part: Part, numels: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
     """Yield (name, bytes) of each moment beside states: norms for clipping, AdamW's work space.
 
-    numels   elements of the rank's trained tensors, or of its shards of flats
+    numels   elements of the rank's trained tensors, or of its shards of flats, and how many of them are equal in a row
     """
-    run, recipe, largest = part.run, recipe_of(part.run.recipe), max(numels, default=0)
+    run, recipe = part.run, recipe_of(part.run.recipe)
+    largest = max((numel for numel, _ in numels), default=0)
     # in FP32, and squares; one process asks torch for its norms
     yield "clipping", FP32 * largest * ((recipe.grad_bytes < FP32) + (run.layout.world_size > 1))
     if run.optimizer != "adamw" or run.offload.optimizer != "device":
@@ -387,6 +418,8 @@ def after_backward(part: Part, numels: Sequence[int]) -> Iterator[tuple[str, int
     elif run.layout.zero_stage or recipe.master_bytes:  # the course's own: FP32 roots, and what they are made from
         yield "update", FP32 * largest * (2 if recipe.grad_bytes < FP32 else 1)
     else:  # torch's: of a loop a tensor twice, and the root of the one before it
-        one_by_one = max((before + 2 * size for before, size in pairwise((0, *numels))), default=0)
-        of_how = {"fused": 0, "foreach": sum(numels), "for-loop": one_by_one}
+        of_two = [numel for numel, count in numels for _ in range(min(count, 2))]  # each beside the one before it
+        one_by_one = max((before + 2 * size for before, size in pairwise((0, *of_two))), default=0)
+        everything = sum(numel * count for numel, count in numels)
+        of_how = {"fused": 0, "foreach": everything, "for-loop": one_by_one}
         yield "update", recipe.param_bytes * of_how[run.implementation]

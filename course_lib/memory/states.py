@@ -9,17 +9,9 @@ from math import prod
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
-from course_lib.layout.sequence_sharding import check_context
 from course_lib.run import OPTIMIZERS, Offload, Recipe, recipe_of
-from course_lib.tensors import LoRA, count, lora_shapes, narrow, parameter_shapes, quantized_shapes
+from course_lib.tensors import LoRA, count, lora_shapes, parameter_shapes, quantized_shapes
 from course_lib.validate import Amount, Bytes, Checked, Size, checked, one_of, whole
-
-
-def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
-    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W)."""
-    check_context(seq_len, cp, "contiguous")
-    local = narrow(config, tp)
-    return batch_size * seq_len // cp * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize
 
 
 @dataclass(frozen=True)

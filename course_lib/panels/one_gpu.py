@@ -88,11 +88,11 @@ BLOCKS = MODEL.num_layers
 def _draw_recompute(blocks: str, recompute: str, **values) -> Shown:
     """What each block keeps, and what is there when backward comes to it: its own activations are whole again."""
     parts = [part_of(run_of({**values, "recompute": how}, MODEL)) for how in ("none", recompute)]
-    whole, less = ([sum(sum(half.values()) for half in layer_terms(part, n)) for n in range(BLOCKS)] for part in parts)
-    kept = [less[layer] if again == "1" else whole[layer] for layer, again in enumerate(blocks)]
+    whole, less = (sum(sum(half.values()) for half in layer_terms(part, has_experts=False)) for part in parts)
+    kept = [less if again == "1" else whole for again in blocks]
     held = [sum(kept[: layer + 1]) for layer in range(BLOCKS)]
     each, moments = (
-        {str(n): {"kept": size, "computed again": whole[n] - kept[n]} for n, size in enumerate(sizes)}
+        {str(n): {"kept": size, "computed again": whole - kept[n]} for n, size in enumerate(sizes)}
         for sizes in (kept, held)
     )
     tokens, count = values["micro_batch"] * values["seq_len"], blocks.count("1")
@@ -100,12 +100,12 @@ def _draw_recompute(blocks: str, recompute: str, **values) -> Shown:
     totals = [sum(parts.values()) for parts in moments.values()]
     said = (
         f"{count} of {BLOCKS} blocks are computed again: {show_bytes(sum(kept))} are kept in place of "
-        f"{show_bytes(sum(whole))}. The largest moment of backward is at block {totals.index(max(totals))}: "
+        f"{show_bytes(BLOCKS * whole)}. The largest moment of backward is at block {totals.index(max(totals))}: "
         f"{show_bytes(max(totals))}. A step computes {(again - once) / once * count / BLOCKS:.1%} more."
     )
     return [
         columns(f"{MODEL.name}: activations of each block", each),
-        columns("Activations when backward comes to a block", moments, marks={"none again": sum(whole)}),
+        columns("Activations when backward comes to a block", moments, marks={"none again": BLOCKS * whole}),
     ], said
 
 

@@ -17,7 +17,7 @@ from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.budget import overheads_of
-from course_lib.memory.peak import instants, stage_of
+from course_lib.memory.peak import most_saved, stage_of
 from course_lib.plan.job import Job, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.run import recipe_of
@@ -223,11 +223,8 @@ def _numel(job: Job, shape: Layout, rank: int) -> tuple[float, float]:
 @lru_cache(maxsize=4096)
 def _saved_bytes(job: Job, shape: Layout, rank: int) -> int:
     """What all micro-batches in flight saved for their backward, where it begins."""
-    stages = {stage: stage_of(_part(job, shape), stage).total for stage in shape.stages_of_rank(rank)}
-    return max(
-        sum((now.saved[one] + (one == now.stage)) * size for one, size in stages.items())
-        for now in instants(shape, rank)
-        if now.op != "W"
+    return most_saved(
+        shape, rank, {stage: stage_of(_part(job, shape), stage).total for stage in shape.stages_of_rank(rank)}
     )
 
 

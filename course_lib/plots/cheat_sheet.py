@@ -47,7 +47,7 @@ def _states() -> Iterator[tuple[str, str]]:
 
 def _activations() -> Iterator[tuple[str, str]]:
     config = preset(MODEL)
-    layer = sum(sum(half.values()) for half in layer_terms(part_of(Run(config, Layout(), TOKENS)), 0))
+    layer = sum(sum(half.values()) for half in layer_terms(part_of(Run(config, Layout(), TOKENS)), has_experts=False))
     yield "what a layer saves", f"{MODEL}, {TOKENS:,} tokens: {show_bytes(layer)}"
     yield "full recomputation", f"its input: tokens x D x 2 = {show_bytes(2 * TOKENS * config.d_model)} a layer"
     yield "logits in FP32", f"tokens x V x 4 = {show_bytes(4 * TOKENS * config.vocab_size)}; in chunks a part of it"

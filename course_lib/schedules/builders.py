@@ -53,8 +53,13 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1, "PipeDream-Flush"
     """
     check_sizes(pp, num_micro_batches)
+    return _same_stage("1F1B", pp, [_one_f_one_b_row(pp, num_micro_batches, rank) for rank in range(pp)])
+
+
+def _one_f_one_b_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: rank pp - 1 turns at once, each one before it runs one forward further ahead."""
     forwards, backwards = ([op + str(i) for i in range(num_micro_batches)] for op in "FB")
-    return _same_stage("1F1B", pp, [_one_and_one(forwards, backwards, ahead=pp - i - 1) for i in range(pp)])
+    return _one_and_one(forwards, backwards, ahead=pp - rank - 1)
 
 
 def _one_and_one(forwards: Sequence, backwards: Sequence, ahead: int) -> list:
@@ -88,18 +93,21 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
     if v == 1:
         return one_f_one_b(pp, num_micro_batches)
     check_interleaved(pp, num_micro_batches, v)
-    rows = []
-    for rank in range(pp):
-        turns = [
-            (micro_batch, loop)
-            for first in range(0, num_micro_batches, pp)
-            for loop in range(v)
-            for micro_batch in range(first, first + pp)
-        ]
-        forwards = [Instruction("F", micro_batch, loop * pp + rank) for micro_batch, loop in turns]
-        backwards = [Instruction("B", micro_batch, (v - 1 - loop) * pp + rank) for micro_batch, loop in turns]
-        rows.append(tuple(_one_and_one(forwards, backwards, ahead=(v - 1) * pp + 2 * (pp - rank - 1))))
-    return Schedule(f"interleaved 1F1B, v={v}", pp, num_micro_batches, loop_placement(pp, v), tuple(rows))
+    rows = tuple(_interleaved_row(pp, num_micro_batches, rank, v) for rank in range(pp))
+    return Schedule(f"interleaved 1F1B, v={v}", pp, num_micro_batches, loop_placement(pp, v), rows)
+
+
+def _interleaved_row(pp: int, num_micro_batches: int, rank: int, v: int) -> tuple[Instruction, ...]:
+    """What one rank does: pp micro-batches through each of its stages in turn, backward from the last one on."""
+    turns = [
+        (micro_batch, loop)
+        for first in range(0, num_micro_batches, pp)
+        for loop in range(v)
+        for micro_batch in range(first, first + pp)
+    ]
+    forwards = [Instruction("F", micro_batch, loop * pp + rank) for micro_batch, loop in turns]
+    backwards = [Instruction("B", micro_batch, (v - 1 - loop) * pp + rank) for micro_batch, loop in turns]
+    return tuple(_one_and_one(forwards, backwards, ahead=(v - 1) * pp + 2 * (pp - rank - 1)))
 
 
 # --- backward in two parts: I at once, since the stage before waits for it; W where the rank would otherwise wait
@@ -110,8 +118,12 @@ def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     Source   Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3
     """
     check_sizes(pp, num_micro_batches)
-    rows = [_split_row(num_micro_batches, ahead=pp - rank - 1, behind=rank) for rank in range(pp)]
-    return _same_stage("ZB-H1", pp, rows)
+    return _same_stage("ZB-H1", pp, [_zb_h1_row(pp, num_micro_batches, rank) for rank in range(pp)])
+
+
+def _zb_h1_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: as far ahead as in 1F1B, with W as far behind as its number."""
+    return _split_row(num_micro_batches, ahead=pp - rank - 1, behind=rank)
 
 
 def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
@@ -121,8 +133,12 @@ def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
     Source   Qi et al. 2024 (arXiv:2401.10241), section 2.3
     """
     check_sizes(pp, num_micro_batches)
-    rows = [_split_row(num_micro_batches, ahead=2 * (pp - rank - 1), behind=2 * rank) for rank in range(pp)]
-    return _same_stage("ZB-H2", pp, rows)
+    return _same_stage("ZB-H2", pp, [_zb_h2_row(pp, num_micro_batches, rank) for rank in range(pp)])
+
+
+def _zb_h2_row(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    """What one rank does: twice as far ahead and behind as in ZB-H1."""
+    return _split_row(num_micro_batches, ahead=2 * (pp - rank - 1), behind=2 * rank)
 
 
 def _split_row(num_micro_batches: int, ahead: int, behind: int) -> list[str]:
@@ -144,21 +160,21 @@ def zbv(pp: Size, num_micro_batches: Size) -> Schedule:
     Source   Qi et al. 2024 (arXiv:2401.10241), section 6; 2024, Pipeline Parallelism with Controllable Memory
              (arXiv:2405.15362)
     """
+    return _on_a_v("ZBV", pp, num_micro_batches, [_zbv_words(pp, num_micro_batches, rank) for rank in range(pp)])
+
+
+def _zbv_words(pp: int, num_micro_batches: int, rank: int) -> list[str]:
     m = max(num_micro_batches, 2 * pp - 1)
-    rows = [
-        [
-            *["Fd"] * (2 * (pp - i) - 1),  # fill: forwards on the way down,
-            *["Fu", "Fd"] * i,  # then both ways,
-            *["Fu", "Iu", "Wu"] * (pp - i),  # until the first gradients have come down
-            *["Fd", "Id", "Wd", "Fu", "Iu", "Wu"] * (m - (2 * pp - 1) + i),  # steady: each kind once a stage
-            *["Id", "Wd", "Fu", "Iu", "Wu"] * (pp - i - 1),
-            *["Id", "Iu"] * i,  # drain: what other ranks wait for,
-            *["Id", "Wd"] * (pp - i),
-            *["Wu"] * i + ["Wd"] * i,  # then what nobody waits for
-        ]
-        for i in range(pp)
+    return [
+        *["Fd"] * (2 * (pp - rank) - 1),  # fill: forwards on the way down,
+        *["Fu", "Fd"] * rank,  # then both ways,
+        *["Fu", "Iu", "Wu"] * (pp - rank),  # until the first gradients have come down
+        *["Fd", "Id", "Wd", "Fu", "Iu", "Wu"] * (m - (2 * pp - 1) + rank),  # steady: each kind once a stage
+        *["Id", "Wd", "Fu", "Iu", "Wu"] * (pp - rank - 1),
+        *["Id", "Iu"] * rank,  # drain: what other ranks wait for,
+        *["Id", "Wd"] * (pp - rank),
+        *["Wu"] * rank + ["Wd"] * rank,  # then what nobody waits for
     ]
-    return _on_a_v("ZBV", pp, num_micro_batches, rows)
 
 
 def dualpipe_v(pp: Size, num_micro_batches: Size) -> Schedule:
@@ -170,24 +186,24 @@ def dualpipe_v(pp: Size, num_micro_batches: Size) -> Schedule:
     Source   DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1; github.com/deepseek-ai/DualPipe
     """
     _check_dualpipe_v(pp, num_micro_batches)
-    rows = []
-    for i in range(pp):
-        late = ["u", "d"] * (i + 1)  # the last backwards: the first half whole, the second without W
-        waiting = late[i + 1 :] + ["d"] * (pp - i - 1)  # the Ws left over, oldest first
-        rows.append(
-            [
-                *["Fd"] * (2 * (pp - i - 1)),  # fill: forwards on the way down,
-                *["Fd", "Fu"] * (i + 1),  # then both ways,
-                *["Iu", "Wu", "Fu"] * (pp - i - 1),  # until the first gradients have come down
-                *["FdBu", "FuBd"] * (num_micro_batches - 2 * pp + i + 1),  # steady: pairs
-                *["Bu", "FuBd"] * (pp - i - 1),
-                *["B" + way for way in late[: i + 1]],  # drain: what other ranks wait for,
-                *["I" + way for way in late[i + 1 :]],
-                *[word for way in waiting[: pp - i - 1] for word in ("W" + way, "Id")],
-                *["W" + way for way in waiting[pp - i - 1 :]],  # then what nobody waits for
-            ]
-        )
+    rows = [_dualpipe_v_words(pp, num_micro_batches, rank) for rank in range(pp)]
     return _on_a_v("DualPipeV", pp, num_micro_batches, rows)
+
+
+def _dualpipe_v_words(pp: int, num_micro_batches: int, rank: int) -> list[str]:
+    late = ["u", "d"] * (rank + 1)  # the last backwards: the first half whole, the second without W
+    waiting = late[rank + 1 :] + ["d"] * (pp - rank - 1)  # the Ws left over, oldest first
+    return [
+        *["Fd"] * (2 * (pp - rank - 1)),  # fill: forwards on the way down,
+        *["Fd", "Fu"] * (rank + 1),  # then both ways,
+        *["Iu", "Wu", "Fu"] * (pp - rank - 1),  # until the first gradients have come down
+        *["FdBu", "FuBd"] * (num_micro_batches - 2 * pp + rank + 1),  # steady: pairs
+        *["Bu", "FuBd"] * (pp - rank - 1),
+        *["B" + way for way in late[: rank + 1]],  # drain: what other ranks wait for,
+        *["I" + way for way in late[rank + 1 :]],
+        *[word for way in waiting[: pp - rank - 1] for word in ("W" + way, "Id")],
+        *["W" + way for way in waiting[pp - rank - 1 :]],  # then what nobody waits for
+    ]
 
 
 def _on_a_v(name: str, pp: int, num_micro_batches: int, rows: Sequence[Sequence[str]]) -> Schedule:
@@ -195,19 +211,25 @@ def _on_a_v(name: str, pp: int, num_micro_batches: int, rows: Sequence[Sequence[
 
     Each kind of work on a stage takes the micro-batches in order, so they are counted; those beyond are left out.
     """
-    instructions, pairs = [], set()
-    for rank, words in enumerate(rows):
-        counted: Counter[str] = Counter()
-        row = []
-        for word in words:
-            for op, way in (word[:2], word[2:]) if word[2:] else (word,):
-                row.append(Instruction(op, counted[op + way], rank if way == "d" else 2 * pp - 1 - rank))
-                for counted_too in {"B": "BIW", "I": "IB"}.get(op, op):  # B is I and W in one
-                    counted[counted_too + way] += 1
-            if word[2:]:
-                pairs.add(row[-2])
-        instructions.append(tuple(one for one in row if one.micro_batch < num_micro_batches))
-    return Schedule(name, pp, num_micro_batches, v_placement(pp), tuple(instructions), frozenset(pairs))
+    placed = [_row_on_a_v(words, pp, num_micro_batches, rank) for rank, words in enumerate(rows)]
+    pairs = frozenset(one for _, of_rank in placed for one in of_rank)
+    return Schedule(name, pp, num_micro_batches, v_placement(pp), tuple(row for row, _ in placed), pairs)
+
+
+def _row_on_a_v(
+    words: Sequence[str], pp: int, num_micro_batches: int, rank: int
+) -> tuple[tuple[Instruction, ...], list[Instruction]]:
+    """The instructions of a rank's words, and those that are the first of a pair."""
+    counted: Counter[str] = Counter()
+    row, pairs = [], []
+    for word in words:
+        for op, way in (word[:2], word[2:]) if word[2:] else (word,):
+            row.append(Instruction(op, counted[op + way], rank if way == "d" else 2 * pp - 1 - rank))
+            for counted_too in {"B": "BIW", "I": "IB"}.get(op, op):  # B is I and W in one
+                counted[counted_too + way] += 1
+        if word[2:]:
+            pairs.append(row[-2])
+    return tuple(one for one in row if one.micro_batch < num_micro_batches), pairs
 
 
 # --- by name
@@ -235,6 +257,28 @@ def make(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> Schedule:
     check_request(name, pp, num_micro_batches, v)
     sizes = (pp, num_micro_batches, v) if name == "interleaved" else (pp, num_micro_batches)
     return SCHEDULES[name](*sizes)
+
+
+_ROWS: dict[str, Callable[..., Sequence[str]]] = {
+    "1f1b": _one_f_one_b_row,
+    "zb_h1": _zb_h1_row,
+    "zb_h2": _zb_h2_row,
+    "zbv": _zbv_words,
+    "dualpipe_v": _dualpipe_v_words,
+}
+
+
+@lru_cache(maxsize=4096)
+def row_of_rank(name: str, pp: int, num_micro_batches: int, v: int, rank: int) -> tuple[Instruction, ...]:
+    """What one rank computes, in order: its row of `make(name, pp, num_micro_batches, v)`, made without other rows."""
+    if name == "interleaved" and v > 1:
+        return _interleaved_row(pp, num_micro_batches, rank, v)
+    if name in ("naive", "afab"):  # all ranks have the same
+        return tuple(one._replace(stage=rank) for one in make(name, 1, num_micro_batches).instructions[0])
+    words = _ROWS["1f1b" if name == "interleaved" else name](pp, num_micro_batches, rank)
+    if stages_per_rank(name) == 2:
+        return _row_on_a_v(words, pp, num_micro_batches, rank)[0]
+    return tuple(Instruction(word[0], int(word[1:]), rank) for word in words)
 
 
 @checked

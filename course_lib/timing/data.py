@@ -9,7 +9,7 @@ from course_lib.hardware import GPU, Link, link, peak_flops
 from course_lib.memory.budget import states_of
 from course_lib.memory.states import offload_link_bytes, wire_grad_bytes
 from course_lib.run import Run, recipe_of
-from course_lib.timing.collectives import collective_s, ranks_in_a_node
+from course_lib.timing.collectives import bus_factor, collective_s, ranks_in_a_node
 from course_lib.timing.layer import Case, Times, network_s, stages_of
 from course_lib.timing.timelines import dp_spans
 from course_lib.traffic.data import flat_calls
@@ -30,7 +30,11 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
     seconds = {"gradients": 0.0, "parameters": 0.0, "after": 0.0}
 
     def exchange_s(collective: str, size: float, ranks: int, axis: str) -> float:
-        return network_s(case.cluster, collective, size, ranks, ranks_in_a_node(layout, case.cluster, axis))
+        per_node, between = ranks_in_a_node(layout, case.cluster, axis), case.cluster.between
+        seconds_s = network_s(case.cluster, collective, size, ranks, per_node)
+        if zero_stage < 3 or not case.engine.port_share or per_node == ranks:
+            return seconds_s
+        return max(seconds_s, bus_factor(collective, ranks) * size / (case.engine.port_share * between.bytes_per_s))
 
     for experts, numel in enumerate(numel_of_rank(case.run, stages_of(case.run, case.engine), pp_rank)):
         if not numel:

@@ -9,7 +9,7 @@ runs. An engine is data (engines.py). What the clock puts together are the model
     tp, sp      their calls (traffic/) as NCCL would do them, less what weight gradients hide (tensor.py)
     cp          of each layer what the ring does not hide, and what the busiest rank waits (context.py)
     ep          all-to-alls of expected rows, less what the engine hides
-    bubble      what the busiest rank waits for other ranks, by the simulator, all of the above counted into the stages
+    bubble      what the busiest rank waits for other ranks, all of the above counted into the stages
     transfer    what the same step takes longer since messages between stages take time
     data        gradients and parameters of ZeRO, less what computing hides; once a step the other sums of gradients
     update      the optimizer's bytes, and what states that are offloaded take over PCIe
@@ -23,7 +23,7 @@ Source   Narayanan et al. 2021 (arXiv:2104.04473), section 3; Llama Team 2024 (a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import cache
 
 from course_lib.engines import ENGINES, EngineFacts, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
@@ -31,8 +31,7 @@ from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
 from course_lib.run import Run
-from course_lib.schedules import make, stages_per_rank
-from course_lib.schedules.simulator import Costs, clock
+from course_lib.schedules.simulator import Costs
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.data import exposed_data_s, update_s
 from course_lib.timing.layer import Case, Times, ends_times, layer_times, stages_of
@@ -139,25 +138,41 @@ def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     busiest = max(range(layout.pp), key=lambda rank: slots[rank])
     if layout.schedule == "naive":  # one rank at a time
         return busiest, layout.micro_batches * (sum(slots) - slots[busiest])
-    few = min(layout.micro_batches, 2 * layout.pp)
-    return busiest, sum(slots) / layout.pp * _waiting_slots(layout.schedule, layout.pp, few, layout.v)
+    return busiest, sum(slots) / layout.pp * waiting_slots(layout.schedule, layout.pp, layout.micro_batches, layout.v)
 
 
 def least_waiting_slots(name: str, pp: int, v: int) -> float:
-    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp just as long."""
+    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp, or 2 pp - 1, as long.
+
+    That of zbv and dualpipe_v is the simulator's for these shares of a pass: a stage is half of a rank's layers.
+    """
     forward, inputs, weights = _SHARES_OF_PASSES
-    return (pp - 1) * {"interleaved": 1 / v, "zb_h1": forward + inputs - weights}.get(name, 0.0)
+    return (pp - 1) * {
+        "afab": 1.0,
+        "interleaved": 1 / v,
+        "zb_h1": forward + inputs - weights,
+        "zb_h2": forward,
+        "zbv": inputs / 2,
+        "dualpipe_v": (inputs - weights + max(forward, inputs - forward / max(1, pp - 1))) / 2,
+    }.get(name, 0.0)
 
 
-@lru_cache(maxsize=1024)
-def _waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
-    """What the simulator finds of equal stages: how many micro-batches' time a rank waits in a step."""
-    least = least_waiting_slots(name, pp, v)
-    if least and micro_batches >= pp:
-        return least
-    costs = Costs(*(share / stages_per_rank(name, v) for share in _SHARES_OF_PASSES))
-    found = clock(make(name, pp, micro_batches, v), costs)
-    return found.makespan_s - max(found.busy_s)
+def waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
+    """How many micro-batches' time a rank waits in a step of equal stages, with any number of micro-batches.
+
+    A form for each schedule, for these shares of a pass: the simulator finds the same (tests/timing).
+    """
+    forward, inputs, weights = _SHARES_OF_PASSES
+    missing = max(0, 2 * pp - 1 - micro_batches)
+    more = {
+        "zb_h1": max(0, pp - micro_batches) * weights,
+        "zb_h2": missing // 2 * inputs + missing % 2 * (inputs - weights),
+        "zbv": missing * (inputs - weights) / 2,
+    }.get(name, 0.0)
+    waits = least_waiting_slots(name, pp, v) + more
+    if name == "zbv":  # with few micro-batches no rank has other work until the first gradients have come
+        waits = max(waits, (pp - 1) * inputs + (pp - micro_batches) * (forward if micro_batches < pp else weights))
+    return waits
 
 
 _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward takes more than its forward

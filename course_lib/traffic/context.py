@@ -16,7 +16,8 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 
 from dataclasses import replace
 
-from course_lib.memory.states import kv_block_bytes
+from course_lib.config import ModelConfig
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.run import Run, recipe_of
 from course_lib.tensors import narrow
 from course_lib.traffic.collectives import Call
@@ -59,3 +60,10 @@ def _blocks(run: Run, passes: list[tuple[str, int]]) -> list[Call]:
         return [*calls, Call("attention backward", "reduce_scatter", cp * summed, cp, sum_bytes)]
     calls = [Call(place, "all_to_all", block, cp, itemsize, (cp - 1) * n, to_one=True) for place, n in passes]
     return [*calls, Call("attention backward", "all_to_all", summed, cp, sum_bytes, cp - 1, to_one=True)]
+
+
+def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W)."""
+    check_context(seq_len, cp, "contiguous")
+    local = narrow(config, tp)
+    return batch_size * seq_len // cp * local.num_kv_heads * (local.head_dim + local.value_dim) * itemsize

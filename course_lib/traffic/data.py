@@ -13,6 +13,7 @@ Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 7
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
@@ -36,7 +37,8 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     summed = [0, 0]
     for flat in flats:
         is_expert, numel = flat.kind == "experts", flat.padded if layout.zero_stage else flat.numel
-        calls[layout.shard_axes[is_expert]] += flat_calls(run, numel, flat.ranks)
+        for call in flat_calls(run, numel // flat.count, flat.ranks):
+            calls[layout.shard_axes[is_expert]].append(replace(call, count=call.count * flat.count))
         summed[is_expert] += numel // flat.ranks
     for axis, numel in zip(("replicate", "expert_replicate"), summed, strict=True):
         if replicas > 1 and numel:

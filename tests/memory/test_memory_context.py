@@ -6,9 +6,9 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fits, largest_that_fits
-from course_lib.memory.states import kv_block_bytes
 from course_lib.run import Run
 from course_lib.tensors import for_length
+from course_lib.traffic.context import kv_block_bytes
 
 LLAMA_8B = preset("llama-3.1-8b")
 EIGHT = {"tp": 8, "sequence_parallel": True}

@@ -11,10 +11,11 @@ from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, states_of
-from course_lib.memory.flats import bucket_units, flats_of, layer_units
-from course_lib.memory.states import state_bytes
+from course_lib.memory.flats import Flat, bucket_units, buckets_of, flats_of, layer_units, tensors_of
+from course_lib.memory.peak import gradients_of
+from course_lib.memory.states import padded, state_bytes
 from course_lib.model import build, with_moe
-from course_lib.run import Run
+from course_lib.run import Run, recipe_of
 from course_lib.tensors import active_parameters, count_parameters, dense_twin, parameter_shapes
 
 TOY, MIXTRAL, DEEPSEEK = (preset(name) for name in ("toy-moe", "mixtral-8x7b", "deepseek-v3"))
@@ -157,6 +158,33 @@ def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
     flats = flats_of(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1))
     assert experts == sum(flat.numel for flat in flats if flat.kind == "experts")
     assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_equal_tensors_of_experts_counted_together_are_the_bytes_of_each_alone(zero, tp):
+    """A bucket of 25 MiB closes in the middle of an expert's tensors: they fill one, two or eight."""
+    config = dataclasses.replace(DEEPSEEK, num_layers=6)
+    layout, recipe = Layout(dp=4, tp=tp, ep=4, zero_stage=zero), recipe_of("bf16-master-fp32-grads")
+    together = tensors_of(config, layout)
+    alone = [one._replace(place=one.place + i, count=1) for one in together for i in range(one.count)]
+    assert max(one.count for one in together) == 3 * 256 // 4
+
+    def flat(group, count):
+        ranks = layout.expert_shard_size if group[0].kind == "experts" else 4
+        numel = sum(one.numel * one.count for one in group)
+        padded_numel = count * padded(numel // count, ranks)
+        return Flat(tuple(group), ranks, 0, group[0].kind, group[0].unit, numel, padded_numel, count)
+
+    counted, single = ([flat(*bucket) for bucket in buckets_of(tensors, 2)] for tensors in (together, alone))
+    assert tuple(counted) == flats_of(config, layout)
+    assert {one.count for one in single} == {1} and sum(one.count for one in counted) == len(single)
+    assert sum(one.padded for one in counted) == sum(one.padded for one in single)
+    a, b = (gradients_of(layout, recipe, *each, False) for each in ((together, counted), (alone, single)))
+    assert (a.held, a.product) == (b.held, b.product)
+    for unit in ("end", *(f"blocks.{layer}" for layer in range(6)), "embed"):
+        for name in ("", "norm", "moe.shared.gate", "moe.router", "mlp.norm", "mlp.down", "attention.o", "embed"):
+            assert a.after(unit, name) == b.after(unit, name), (unit, name)
 
 
 # ---- refusals

@@ -7,6 +7,7 @@ from schedule_cases import schedules
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from course_lib.schedules import (
+    SCHEDULES,
     Instruction,
     all_forward_all_backward,
     check_request,
@@ -22,11 +23,21 @@ from course_lib.schedules import (
     zb_h2,
     zbv,
 )
+from course_lib.schedules.builders import row_of_rank
 from course_lib.schedules.instructions import needs
 
 
 def words(row):
     return " ".join(f"{one.op}{one.micro_batch}" for one in row)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_row_of_one_rank_is_that_of_the_whole_schedule(name):
+    for pp, m, v in ((1, 3, 1), (2, 4, 1), (3, 7, 1), (4, 12, 1), (2, 4, 3), (4, 8, 2)):
+        if v == 1 or name == "interleaved":
+            m = pp * m if name in ("interleaved", "dualpipe_v") else m
+            rows = tuple(row_of_rank(name, pp, m, v, rank) for rank in range(pp))
+            assert rows == make(name, pp, m, v).instructions
 
 
 def test_the_small_schedules_are_these():

@@ -12,13 +12,13 @@ from course_lib.hardware import PUBLISHED_CP_THROUGHPUT, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.flats import flats_of
 from course_lib.run import Run
-from course_lib.schedules import Costs, bubble, make, simulate
+from course_lib.schedules import Costs, bubble, make, simulate, stages_per_rank
 from course_lib.schedules.simulator import clock
 from course_lib.timing import RATES, Rates, calls_s, collective_s, stage_costs, step_time
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.layer import network_s
 from course_lib.timing.rates import RANGES
-from course_lib.timing.step import least_waiting_slots
+from course_lib.timing.step import least_waiting_slots, waiting_slots
 from course_lib.traffic import stage_calls
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -215,6 +215,18 @@ def test_equal_stages_wait_at_least_as_said_and_with_enough_micro_batches_as_lon
         assert least <= waits + 1e-9
         if m >= pp and schedule != "1f1b":
             assert least == pytest.approx(waits)
+
+
+@pytest.mark.parametrize("name", ["afab", "zb_h1", "zb_h2", "zbv", "dualpipe_v"])
+def test_equal_stages_wait_as_long_as_the_simulator_says_with_any_number_of_micro_batches(name):
+    stages = stages_per_rank(name)
+    costs = Costs(*(share / stages for share in (0.33, 0.36, 0.31)))
+    for pp in (2, 3, 4, 7, 12, 16):
+        for m in {1, 2, pp - 1, pp, pp + 1, 3 * pp // 2, 2 * pp - 3, 2 * pp - 2, 2 * pp - 1, 2 * pp, 3 * pp}:
+            if m > 0 and (name != "dualpipe_v" or m >= 2 * pp):
+                found = clock(make(name, pp, m), costs)
+                waits = found.makespan_s - max(found.busy_s)
+                assert waiting_slots(name, pp, m, 1) == pytest.approx(waits, rel=1e-9), (pp, m)
 
 
 @pytest.mark.parametrize("seed", range(10))
