@@ -40,10 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from course_lib import checkpoint
+from course_lib import checkpoint, model
 from course_lib.comm import records
 from course_lib.devices import set_rank_device
 from course_lib.measure.storages import is_dtensor
+from course_lib.native import pipeline as native_pipeline
+from course_lib.parallel import expert, five_d, pipeline, tensor, whole
 from course_lib.simulate.fake_world import ASK_DEVICE, let_arrive
 from course_lib.weights import loading, tensor_files
 
@@ -52,6 +54,7 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 NO_CUDA = "PyTorch is not linked with support for cuda devices"  # of a decomposition inside the fake mode
 DRAWN_IN_PLACE = ("aten::uniform_", "aten::normal_", "aten::random_", "aten::bernoulli_", "aten::exponential_")
 UNFILLED = ("aten::empty", "aten::new_empty")  # zeros: what is in them must be no index out of range
+ALL_TO_ALL = torch.ops.c10d.alltoall_base_.default
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -85,6 +88,8 @@ class WithNumbers(TorchDispatchMode):
         if all_on_meta(leaves, kwargs.get("device")):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is ALL_TO_ALL and not args[1].numel():
+            args = without_rows(*args)
         twin_out = self.run_twins(func, args, kwargs)
         try:
             check_generator(func, kwargs)
@@ -96,8 +101,8 @@ class WithNumbers(TorchDispatchMode):
             device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
             with self.fakes:  # DeviceMesh looks at its ranks without it
                 out = tree_map(lambda x: fake_like(x, device), twin_out)
-        if twin_out is None:
-            return out
+        if twin_out is None or func._schema.name.startswith(UNFILLED):
+            return out  # nothing to write: where nobody has written, numbers are zeros
         with unset_fake_temporarily():
             for mine, its_twin in zip(tree_leaves(out), tree_leaves(twin_out), strict=True):
                 if isinstance(mine, FakeTensor) and isinstance(its_twin, torch.Tensor):
@@ -142,6 +147,12 @@ def mapped(change, arguments):
     if isinstance(arguments, list | tuple):
         return (list if isinstance(arguments, list) else tuple)(mapped(change, one) for one in arguments)
     return change(arguments)
+
+
+def without_rows(output: Tensor, empty: Tensor, group, *sizes_and_options) -> tuple:
+    """Of a rank that sends nothing: a fake group fills the output with what is sent, so this one stays zeros."""
+    sizes = ([0] * len(of_ranks) for of_ranks in sizes_and_options[:2])
+    return empty, empty, group, *sizes, *sizes_and_options[2:]
 
 
 def all_on_meta(leaves: list, device: torch.device | str | None) -> bool:
@@ -276,6 +287,14 @@ def all_gather_bytes(text: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [text] * group.size()
 
 
+def put_together(config, *args, real=whole.put_together) -> dict[str, Tensor]:
+    """Whole tensors, on the device where they would be: zeros, since all ranks say that their parts are rank 0's."""
+    parts = real(config, *args)
+    like = next(iter(parts.values()))
+    shapes = {name: param.shape for name, param in model.build(config, device="meta").named_parameters()}
+    return {name: parts.get(name, like).new_zeros(shape) for name, shape in shapes.items()}
+
+
 def new_group(ranks=None, *args, backend=None, make=dist.new_group, **options) -> dist.ProcessGroup:
     return make(ranks, *args, **options)
 
@@ -376,10 +395,14 @@ def completed(work: dist.Work) -> torch.futures.Future:
     return future
 
 
-def index_of(leaf):
-    """An index of one number is read from memory by C++, which has nothing there."""
-    number = isinstance(leaf, FakeTensor) and leaf.dim() == 0 and not leaf.is_floating_point()
-    return leaf.item() if number and leaf.dtype != torch.bool else leaf
+def index_of(index):
+    """An index of one number is read by C++ from memory, which has nothing there; and a list C++ makes a tensor."""
+    if isinstance(index, tuple):
+        return tuple(map(index_of, index))
+    if isinstance(index, list):
+        return torch.tensor(index, dtype=None if index else torch.int64, device="cpu")
+    number = isinstance(index, FakeTensor) and index.dim() == 0 and not index.is_floating_point()
+    return index.item() if number and index.dtype != torch.bool else index
 
 
 class LiftFromCpu(TorchFunctionMode):
@@ -388,14 +411,15 @@ class LiftFromCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.tensor, torch.as_tensor):
             torch._C._set_only_lift_cpu_tensors(True)  # torch's own FakeTensorMode forgets it on leaving
-        if func is Tensor.__getitem__:
-            args = args[0], tree_map(index_of, args[1])
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = args[0], index_of(args[1]), *args[2:]
         return func(*args, **(kwargs or {}))
 
 
 PATCHES = (
     (DistributedDataParallel, "__init__", not_faked("DDP's reducer is written in C++ and reads addresses")),
     (_PipelineStageBase, "__init__", not_faked("PyTorch's pipelines ask their neighbours for shapes")),
+    (torch.nn.Module, "compile", not_faked("torch.compile traces with fake tensors of its own")),
     (torch.distributed.checkpoint, "save", not_faked("PyTorch's checkpoints write storages themselves")),
     (checkpoint, "save", not_faked("checkpoints write storages themselves")),
     (checkpoint, "load", not_faked("checkpoints read storages themselves")),
@@ -413,6 +437,7 @@ PATCHES = (
     (dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl"),
     (records, "_all_gather_raw", all_gather_raw),
     (records, "_all_gather_bytes", all_gather_bytes),
+    *((engine, "put_together", put_together) for engine in (whole, expert, five_d, pipeline, tensor, native_pipeline)),
     (dist, "new_group", new_group),
     (torch.utils, "swap_tensors", swap_tensors),
     (torch.cuda, "current_device", lambda: 0),

@@ -30,7 +30,10 @@ def _lib(*names: str) -> tuple[str, ...]:
 TOUCHES = {  # target of make -> what it hangs on, beside the Makefile's pins
     "test-exhaustive": (PACKAGE, "tests"),
     "test-programs": ("tests", *_lib("authoring", "cli", "cluster", "labs", "launch", "train")),
-    "test-fake-gpu": (*_lib("parallel", "train", "kernels", "devices.py"), NOTEBOOKS, "tests/fake_gpu", "tests/gpu"),
+    "test-fake-gpu": (
+        *_lib("compare", "native", "parallel", "train", "kernels", "devices.py"),
+        *(NOTEBOOKS, "tests/fake_cuda.py", "tests/fake_gpu", "tests/gpu"),
+    ),
     "test-processors": (NOTEBOOKS,),
     "test-browser": (*_lib("widgets", "panels", "web"), NOTEBOOKS, "exercises", "docs/site", "tests/browser"),
     "site": (PACKAGE, NOTEBOOKS, "exercises", "ko", *(f"docs/{name}" for name in ("site", "labs", "TEACHING.md"))),

@@ -13,7 +13,7 @@ Nobody deadlocks, on gloo or on NCCL, because:
    that its next instruction needs; the receive of it, and all that come before it in its channel, are posted by then.
 
 So a rank that waits, waits for an instruction that has not run yet. A circle of such ranks is a circle of instructions,
-each needing the one before or standing behind it in a list: just what `schedule_check.check` excludes.
+each needing the one before or standing behind it in a list: just what `schedules.check.check` excludes.
 
 Receives are posted one instruction ahead: while a rank computes, what it needs next is on its way. That costs the
 memory of one message. A sent tensor stays alive until a message from its receiver proves that it has come.

@@ -7,6 +7,7 @@ package, so that they show on Colab and in a copy of one notebook. A test holds 
 """
 
 import re
+from html import unescape
 from pathlib import Path
 from textwrap import fill
 
@@ -22,7 +23,7 @@ class Concept:
 
     def __init__(self, svg: str):
         self.svg = told_svg(svg)
-        self.words = re.search(r"<desc>(.*?)</desc>", self.svg)[1]
+        self.words = unescape(re.search(r"<desc>(.*?)</desc>", self.svg)[1])
 
     def __repr__(self) -> str:
         return fill(self.words, 96)

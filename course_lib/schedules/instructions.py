@@ -124,7 +124,7 @@ def from_lists(
     """A schedule from one list a rank: words as "F0" or "F0@1", tuples ("F", 0, 1), or Instructions.
 
     Without a stage, that of the same number as the rank is meant (one stage a rank). Idle slots (".", "", None) are
-    left out. Whether it can run is for schedule_check to say.
+    left out. Whether it can run is for check.py to say.
     Raises   ValueError for what cannot be read
     """
     instructions = []

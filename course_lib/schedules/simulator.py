@@ -184,7 +184,7 @@ def _held_bytes(row: _Timed, live_bytes: _PerStage, waiting_bytes: _PerStage) ->
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     """Clocks a schedule.
 
-    Raises   ValueError if it cannot run (schedule_check says why), its pairs not as one, or costs do not fit its stages
+    Raises   ValueError if it cannot run (check.py says why), its pairs not as one, or costs do not fit its stages
     """
     _check_once(schedule)
     return clock(schedule, costs)
@@ -258,7 +258,7 @@ def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
     """A line a rank, a column a slot of time: F0 where it starts, "-" where it goes on, "." where the rank waits.
 
     slot_s, the width of a column, is the shortest instruction unless given; times are rounded to it. A stage is named
-    (F0@4) where ranks have more than one. schedule_check.chart_problems reads such a chart.
+    (F0@4) where ranks have more than one. check.chart_problems reads such a chart.
     Raises   ValueError if that makes more than 200 columns
     """
     slot_s = slot_s or min((span.seconds for span in simulation.spans if span.seconds > 0), default=1.0)

@@ -48,10 +48,10 @@ PROCESSES = 2  # at once
 
 
 class WithoutAsserts(ast.NodeTransformer):
-    """What cells assert of numbers is not so where no other rank exists."""
+    """What cells assert of numbers is not so where no other rank exists; what an assertion launches still runs."""
 
-    def visit_Assert(self, node: ast.Assert) -> ast.Pass:
-        return ast.copy_location(ast.Pass(), node)
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        return [ast.copy_location(one, node) for one in (ast.Pass(), *map(ast.Expr, launcher_calls(node)))]
 
 
 # --- running them
@@ -83,8 +83,7 @@ class FakeLaunch:
 
     def run(self, fn, world_size: int, args: tuple, backend: str) -> Exception | tuple[object, list[str]]:
         """What rank 0 answers and prints, or the exception that it raises; a line on stdout says how it went."""
-        function = getattr(getattr(fn, "func", fn), "__name__", repr(fn))
-        record = {"function": function, "ranks": world_size}
+        record = {"function": name_of(fn), "ranks": world_size}
         start_s, said = time.process_time(), io.StringIO()
         try:
             if backend == "gloo":
@@ -101,6 +100,14 @@ class FakeLaunch:
             record |= {kind: f"{type(error).__name__}: {error}"[:600], "where": where(error)}
         self.report(**record, seconds=round(time.process_time() - start_s, 2))
         return answer
+
+
+def name_of(fn) -> str:
+    """A function's name; of a program that `on_ranks` tries, the trial's."""
+    fn = getattr(fn, "func", fn)
+    if isinstance(fn, FunctionType) and "trial" in fn.__code__.co_freevars:
+        fn = inspect.getclosurevars(fn).nonlocals["trial"]
+    return getattr(fn, "__name__", repr(fn))
 
 
 def shortened(fn, args: tuple) -> tuple:
@@ -157,7 +164,7 @@ def run(path: str) -> None:
     space = {"__name__": "__main__"}
     for cell, statement in needed(path, {*LAUNCHERS} | {name for name in names_of(path) if name.startswith("check_")}):
         fake.cell = cell
-        module = ast.fix_missing_locations(ast.Module([WithoutAsserts().visit(statement)], []))
+        module = ast.fix_missing_locations(WithoutAsserts().visit(ast.Module([statement], [])))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(module, f"cell {cell}", "exec"), space)
@@ -171,9 +178,12 @@ def run(path: str) -> None:
 def launches_of(path: str) -> Iterator[tuple[int, ast.Call]]:
     """Where a notebook launches ranks."""
     for cell, statement in statements(path):
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LAUNCHERS:
-                yield cell, node
+        yield from ((cell, call) for call in launcher_calls(statement))
+
+
+def launcher_calls(node: ast.AST) -> list[ast.Call]:
+    calls = (one for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name))
+    return [call for call in calls if call.func.id in LAUNCHERS]
 
 
 def names_of(path: str) -> set[str]:

@@ -26,7 +26,7 @@ from course_lib.minimal.choose import COST_OF_RECOMPUTATION, MOST_WAITING
 from course_lib.minimal.memory import block_saved_bytes
 from course_lib.minimal.planner import cuts
 from course_lib.palette import OKABE_ITO
-from course_lib.plots.concepts import FOLDER, show_concept
+from course_lib.plots.concepts import FOLDER, Concept, show_concept
 from course_lib.run import RECIPES
 from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.timing.kernel import Roof, product_bytes
@@ -98,6 +98,10 @@ def test_every_picture_is_shown_in_a_notebook_that_stores_it_with_its_words(caps
     assert capsys.readouterr().out.startswith("Two blocks as boxes as wide as their sums of exponentials")
     with pytest.raises(ValueError, match="did you mean 'merge'"):
         show_concept("merged")
+
+
+def test_words_are_shown_as_they_read_not_as_svg_writes_them():
+    assert repr(Concept("<svg><desc>A step&#x27;s gain: a &lt; b &amp; c</desc></svg>")) == "A step's gain: a < b & c"
 
 
 # ---------------------------------------------------------------- numbers in words
