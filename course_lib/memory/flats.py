@@ -95,11 +95,8 @@ def _cut_of(layout: Layout) -> Layout:
 def _tensors_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None
 ) -> tuple[Named, ...]:
-    layers, stages, local = (
-        layers_of(config, layout),
-        layout.stages_of_rank(pp_rank),
-        narrow(config, layout.tp, tp_rank),
-    )
+    layers, stages = layers_of(config, layout), layout.stages_of_rank(pp_rank)
+    local = narrow(config, layout.tp, tp_rank)
     before, behind = end_shapes(local)
     if config.tied and 0 not in stages:  # where the rank has no embedding, the head is a copy
         behind["head"] = before["embed"]
@@ -225,12 +222,10 @@ def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
     return list(found.values())
 
 
-def buckets_of(
-    tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES
-) -> list[tuple[list[Named], int]]:
+def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[tuple[list, int]]:
     """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py).
 
-    Equal buckets of equal tensors are listed once: (the tensors of all of them, how many there are).
+    Returns (tensors of so many equal buckets, how many).
     """
     closed, filling, reached = [], {}, {}
     for one in reversed(tensors):

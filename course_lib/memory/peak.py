@@ -12,7 +12,7 @@ where the experts' gradients are there, in the second norm, which computes in FP
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +92,8 @@ class Gradients:
     held     once a backward has gone through: whole, or this rank's shards; `product` the largest matrix's
     copied   whether autograd's own gradients are copied: to buffers
     whole    ZeRO-3: whole parameters of a unit and of the next, by unit
-    times    by unit and tensor, when its gradient comes: minus its place; `begins` by unit, when its first one comes
-    changes  the times at which bytes change; `sums` the bytes from each of these on
+    times    by unit and tensor, when its gradient comes: minus its place; of "" when backward comes to the unit
+    changes  the times at which bytes change; `sums` the bytes before the first of these, and from each on
     """
 
     held: int
@@ -101,7 +101,6 @@ class Gradients:
     copied: bool
     whole: dict[str, int]
     times: dict[tuple[str, str], int]
-    begins: dict[str, int]
     changes: list[int]
     sums: list[tuple[int, int, int]]
 
@@ -111,11 +110,8 @@ class Gradients:
         Those of a first backward; of the first part of a split one; whole ones on their way, with ZeRO-2 and 3, and a
         tied head's, which waits for the embedding's.
         """
-        if (time := self.times.get((unit, tensor))) is not None:
-            changed = bisect_right(self.changes, time)
-        else:
-            changed = bisect_left(self.changes, self.begins.get(unit, -inf))
-        return self.sums[changed - 1] if changed else (0, 0, 0)
+        time = self.times.get((unit, tensor), self.times.get((unit, ""), -inf))
+        return self.sums[bisect_right(self.changes, time)]
 
 
 Stages = dict[int, tuple[Stage, Gradients]]  # those of one rank, by their numbers
@@ -353,7 +349,6 @@ def gradients_of(
     raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
     there, early, leaving = defaultdict(int), defaultdict(int), defaultdict(int)  # bytes that come or go, by time
     has_buffers = not zero and layout.data_size == 1 and recipe.grad_bytes > raw  # in FP32, there all the time
-    is_shared = any(zero or flat.ranks > 1 for flat in flats)
     if zero > 1:  # a whole bucket, then beside its shard of the sum; of equal ones all but the last are sent
         through = {one.unit: -one.place for one in reversed(tensors)}  # when backward has gone through a unit
         ends = accumulate((-flat.tensors[-1].place for flat in flats), max)  # sent in one order
@@ -362,46 +357,52 @@ def gradients_of(
         for flat, end in zip(flats, full, strict=True):
             size = wire * flat.padded // flat.count
             kept, sent = size // flat.ranks, following[end] + 1
-            leaving[_begun(flat.tensors)] += size
+            leaving[_before(flat.tensors[0]) + 1] += size
             leaving[end + 1] += kept
             leaving[sent] -= size + kept
             there[end] += kept * (flat.count - 1)
             there[sent] += kept
-    else:
-        groups = [(flat.tensors, wire * flat.padded) for flat in flats if zero or flat.ranks > 1]
-        if not (zero or has_buffers):
-            alone = [one for flat in flats if flat.ranks == 1 for one in flat.tensors]
-            groups += [((one,), raw * one.count * one.numel) for one in alone]
+    for flat in flats if zero < 2 else ():
+        groups = [(flat.tensors, wire * flat.padded)]
+        if not zero and flat.ranks == 1:  # nobody to sum with
+            groups = [((one,), raw * one.count * one.numel) for one in flat.tensors if not has_buffers]
         for group, size in groups:
-            there[_begun(group)] += size
+            there[_before(group[0]) + 1] += size
             if layout.splits_backward:  # its first part makes gradients that are of no product
-                first = [-one.place for one in group if "norm" in one.name or one.name in ("embed", "positions")]
-                early[min(first, default=1)] += size
+                no_product = (one for one in group if "norm" in one.name or one.name in ("embed", "positions"))
+                early[next((-one.place for one in no_product), 1)] += size
     embed = next((raw * one.numel for one in tensors if one.name == "embed"), 0) * is_tied
     if embed:
-        leaving[_begun(tensors[-1:])] += embed
+        leaving[_before(tensors[-1]) + 1] += embed
         leaving[-tensors[0].place] -= embed
-    product = max((raw * one.numel for one in tensors if one.unit != "embed"), default=0)
+    times = {(one.unit, one.name): -one.place for one in tensors} | {(one.unit, ""): _before(one) for one in tensors}
+    changes = sorted({*there, *early, *leaving})
+    sums = (accumulate([sizes[time] for time in changes], initial=0) for sizes in (there, early, leaving))
+    return Gradients(
+        held=sum(there.values()),
+        product=max((raw * one.numel for one in tensors if one.unit != "embed"), default=0),
+        copied=has_buffers or any(zero or flat.ranks > 1 for flat in flats),
+        whole=_gathered(raw, tensors, flats, embed > 0, live) if zero == 3 else {},
+        times=times,
+        changes=changes,
+        sums=[*zip(*sums, strict=True)],
+    )
+
+
+def _before(one: Named) -> int:
+    """The time before the gradient of a tensor, or of the last of equal ones, comes."""
+    return -one.place - one.count
+
+
+def _gathered(raw: int, tensors: Sequence[Named], flats: Sequence[Flat], is_tied: bool, live: int) -> dict[str, int]:
     whole = Counter()
-    for flat in flats if zero == 3 else ():
+    for flat in flats:
         whole[flat.unit] += raw * flat.padded
     with_next = {unit: size + front for (unit, size), front in zip(whole.items(), [0, *whole.values()], strict=False)}
-    if embed:  # it is whole all the time
+    if is_tied:  # its embedding is whole all the time
         with_next |= {unit: size + whole["embed"] for unit, size in [*with_next.items()][2:]}
-    if live:
-        most = raw * max(live, *(one.numel for one in tensors))
-        with_next = {unit: min(size, most) for unit, size in with_next.items()}
-    changes = sorted({*there, *early, *leaving})
-    sums = (accumulate([sizes.get(time, 0) for time in changes]) for sizes in (there, early, leaving))
-    times = {(one.unit, one.name): -one.place for one in tensors}
-    begins = {one.unit: _begun([one]) for one in tensors}
-    held, copied = sum(there.values()), is_shared or has_buffers
-    return Gradients(held, product, copied, with_next, times, begins, changes, [*zip(*sums, strict=True)])
-
-
-def _begun(tensors: Sequence[Named]) -> int:
-    """When the first gradient of tensors comes, the last of which is listed first."""
-    return 1 - tensors[0].place - tensors[0].count
+    most = raw * max(live, *(one.numel for one in tensors)) if live else inf
+    return {unit: min(size, most) for unit, size in with_next.items()}
 
 
 def after_backward(part: Part, numels: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
@@ -420,6 +421,5 @@ def after_backward(part: Part, numels: Sequence[tuple[int, int]]) -> Iterator[tu
     else:  # torch's: of a loop a tensor twice, and the root of the one before it
         of_two = [numel for numel, count in numels for _ in range(min(count, 2))]  # each beside the one before it
         one_by_one = max((before + 2 * size for before, size in pairwise((0, *of_two))), default=0)
-        everything = sum(numel * count for numel, count in numels)
-        of_how = {"fused": 0, "foreach": everything, "for-loop": one_by_one}
-        yield "update", recipe.param_bytes * of_how[run.implementation]
+        of_all = sum(numel * count for numel, count in numels)
+        yield "update", recipe.param_bytes * {"fused": 0, "foreach": of_all, "for-loop": one_by_one}[run.implementation]
