@@ -18,7 +18,7 @@ from course_lib.engines import ENGINES, EngineFacts
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.flats import flats_of, tensors_of, with_any_batch
+from course_lib.memory.flats import by_stage, flats_of, tensors_of, with_any_batch
 from course_lib.memory.peak import Gradients, Held, Stage, after_backward, gradients_of, moments, most_saved, stage_of
 from course_lib.memory.states import StateBytes, state_bytes, zero_state_bytes
 from course_lib.run import Recipe, Run, recipe_of
@@ -201,8 +201,8 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
         return state_bytes(run.config, recipe, run.optimizer, run.lora, on_cpu)
     units, total = Counter(), Counter()
     for flat in flats_of(run.config, run.layout, pp_rank, tp_rank, recipe.param_bytes):
-        of_tensors = [(one.numel, one.count) for one in flat.tensors]
-        for numel, count in [(flat.numel // flat.count, flat.count)] if zero else of_tensors:
+        each = [(flat.numel // flat.count, flat.count)] if zero else [(one.numel, one.count) for one in flat.tensors]
+        for numel, count in each:
             units[numel, flat.ranks] += count
     for (numel, ranks), count in units.items():
         of_one = zero_state_bytes([numel], zero, ranks, recipe, run.optimizer, on_cpu)
@@ -218,10 +218,9 @@ def _trained(
     trained = tensors_of(config, layout, pp_rank, tp_rank, lora)
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe.param_bytes, lora)
     waits = config.tied and layout.num_stages == 1 and config.family != "xlmr" and lora is None
-    waits, found = waits and not layout.splits_backward, {}
+    waits, found, own = waits and not layout.splits_backward, {}, [by_stage(trained), by_stage(flats)]
     for stage in layout.stages_of_rank(pp_rank):
-        own = [[one for one in whole if one.stage == stage] for whole in (trained, flats)]
-        found[stage] = gradients_of(layout, recipe, *own, waits, live)
+        found[stage] = gradients_of(layout, recipe, *(each.get(stage, []) for each in own), waits, live)
     if layout.zero_stage:
         return found, [(flat.padded // flat.ranks // flat.count, flat.count) for flat in flats]
     return found, [(one.numel, one.count) for one in trained]

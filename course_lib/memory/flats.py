@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from course_lib.config import ModelConfig, require_dense
@@ -203,8 +204,7 @@ def _flats_of(
 ) -> tuple[Flat, ...]:
     trained, flats = tensors_of(config, layout, pp_rank, tp_rank, lora), []
     of_experts, of_others = layout.expert_shard_size, layout.shard_size
-    for stage in layout.stages_of_rank(pp_rank):
-        of_stage = [one for one in trained if one.stage == stage]
+    for stage, of_stage in by_stage(trained).items():
         units = [(unit[::-1], 1) for unit in units_of(of_stage)] if layout.zero_stage == 3 else []
         for group, count in units or buckets_of(of_stage, itemsize):
             numel, first = sum(one.count * one.numel for one in group), group[0]
@@ -212,6 +212,11 @@ def _flats_of(
             whole = count * padded(numel // count, ranks)
             flats.append(Flat(tuple(group), ranks, stage, first.kind, first.unit, numel, whole, count))
     return tuple(flats)
+
+
+def by_stage(listed: Sequence[Named] | Sequence[Flat]) -> dict[int, list]:
+    """Tensors or flats of each stage that has any."""
+    return {stage: [*own] for stage, own in groupby(listed, key=attrgetter("stage"))}
 
 
 def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
@@ -223,10 +228,7 @@ def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
 
 
 def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[tuple[list, int]]:
-    """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py).
-
-    Returns (tensors of so many equal buckets, how many).
-    """
+    """Tensors of one kind in so many equal buckets, the last first; one closes at its size (parallel/data.py)."""
     closed, filling, reached = [], {}, {}
     for one in reversed(tensors):
         size, kind, count = itemsize * one.numel, one.kind, one.count
