@@ -210,7 +210,7 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     return StateBytes(total["parameters"], total["gradients"], total["optimizer"])
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _trained(
     config: ModelConfig, recipe: Recipe, lora: LoRA | None, layout: Layout, pp_rank: int, tp_rank: int, live: int
 ) -> tuple[dict[int, Gradients], list[tuple[int, int]]]:

@@ -91,7 +91,7 @@ def _cut_of(layout: Layout) -> Layout:
     return replace(with_any_batch(layout), zero_stage=0, dp_replicate=1, dp=layout.ep, cp=1, **of_tp)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _tensors_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, lora: LoRA | None
 ) -> tuple[Named, ...]:
@@ -197,7 +197,7 @@ def flats_of(
     return _flats_of(config, with_any_batch(layout), pp_rank, tp_rank, itemsize, lora)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None
 ) -> tuple[Flat, ...]:
