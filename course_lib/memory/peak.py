@@ -170,8 +170,9 @@ def moments(layout: Layout, pp_rank: int, stages: Stages, message: int) -> Itera
         if like not in fullest or sum(held) > sum(fullest[like]):
             fullest[like] = held
     for (op, one, is_first), held in fullest.items():
+        others = Held(*held, temporary=message * (layout.pp > 1))
         for name, own in backward_moments(op, is_first, *stages[one]):
-            yield f"{op} of stage {one}: {name}", own.plus(Held(*held, temporary=message * (layout.pp > 1)))
+            yield f"{op} of stage {one}: {name}", own.plus(others)
 
 
 def backward_moments(op: str, is_first: bool, stage: Stage, gradients: Gradients) -> Iterator[tuple[str, Held]]:
