@@ -1,13 +1,13 @@
 """How far estimates are off: fit the clock's seven constants, and write docs/PREDICTOR.md.
 
-    python benchmarks/errors.py runs.csv --models models.json --fit       # print constants, each model left out once
-    python benchmarks/errors.py runs.csv --models models.json --write     # docs/PREDICTOR.md and its pictures
+    python benchmarks/errors.py runs.csv --models models.json --fit-rates   # print constants, each model left out once
+    python benchmarks/errors.py runs.csv --models models.json --write       # docs/PREDICTOR.md and its pictures
 
 runs.csv has measured runs of nanotron: the columns that `course predict` reads, and status, mfu_pct, tok_s_gpu, mem_gb.
 published_runs.csv has runs of papers and projects, each with its source. Where a source does not tell how long its
 pipeline's chunks are or how many micro-batches it takes, the row is our choice: Llama 3 interleaved by 4, NeMo's long
 sequences with 4 million tokens a step. NeMo AutoModel is FSDP2 with Transformer Engine's fused kernels, and so stands
-as torchtitan does.
+as torchtitan does. Narayanan 2021 tells TFLOP/s: its equation 3, with recomputation, makes tokens/s of them.
 """
 
 import csv

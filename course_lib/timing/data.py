@@ -30,11 +30,11 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
     seconds = {"gradients": 0.0, "parameters": 0.0, "after": 0.0}
 
     def exchange_s(collective: str, size: float, ranks: int, axis: str) -> float:
-        per_node, between = ranks_in_a_node(layout, case.cluster, axis), case.cluster.between
-        seconds_s = network_s(case.cluster, collective, size, ranks, per_node)
-        if zero_stage < 3 or not case.engine.port_share or per_node == ranks:
-            return seconds_s
-        return max(seconds_s, bus_factor(collective, ranks) * size / (case.engine.port_share * between.bytes_per_s))
+        per_node, share = ranks_in_a_node(layout, case.cluster, axis), case.engine.port_share
+        by_all_ports = network_s(case.cluster, collective, size, ranks, per_node)
+        if not share or zero_stage < 3 or per_node == ranks:
+            return by_all_ports
+        return max(by_all_ports, bus_factor(collective, ranks) * size / (share * case.cluster.between.bytes_per_s))
 
     for experts, numel in enumerate(numel_of_rank(case.run, stages_of(case.run, case.engine), pp_rank)):
         if not numel:

@@ -23,7 +23,7 @@ Source   Narayanan et al. 2021 (arXiv:2104.04473), section 3; Llama Team 2024 (a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 
 from course_lib.engines import ENGINES, EngineFacts, engine_of
 from course_lib.flops import flops_per_token, matmul_parameters
@@ -31,6 +31,7 @@ from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
 from course_lib.run import Run
+from course_lib.schedules import bubble, stages_per_rank
 from course_lib.schedules.simulator import Costs
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.data import exposed_data_s, update_s
@@ -141,20 +142,22 @@ def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
     return busiest, sum(slots) / layout.pp * waiting_slots(layout.schedule, layout.pp, layout.micro_batches, layout.v)
 
 
+@lru_cache(maxsize=1024)
 def least_waiting_slots(name: str, pp: int, v: int) -> float:
-    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= pp, or 2 pp - 1, as long.
+    """How many micro-batches' time a rank waits in a step of equal stages at least; with m >= 2 pp - 1 just as long.
 
-    That of zbv and dualpipe_v is the simulator's for these shares of a pass: a stage is half of a rank's layers.
+    The schedule's closed form, where it holds for these shares of a pass; on a V the simulator's (tests/timing), where
+    a stage is half of a rank's layers.
     """
     forward, inputs, weights = _SHARES_OF_PASSES
-    return (pp - 1) * {
-        "afab": 1.0,
-        "interleaved": 1 / v,
-        "zb_h1": forward + inputs - weights,
-        "zb_h2": forward,
-        "zbv": inputs / 2,
-        "dualpipe_v": (inputs - weights + max(forward, inputs - forward / max(1, pp - 1))) / 2,
-    }.get(name, 0.0)
+    if name == "zbv":
+        return (pp - 1) * inputs / 2
+    if name == "dualpipe_v":
+        return (pp - 1) * (inputs - weights + max(forward, inputs - forward / max(1, pp - 1))) / 2
+    if name in ("naive", "1f1b"):
+        return 0.0
+    costs = Costs(*(share / stages_per_rank(name, v) for share in _SHARES_OF_PASSES))
+    return bubble(name, pp, 2 * pp, v, costs, barrier=True).idle_s
 
 
 def waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:

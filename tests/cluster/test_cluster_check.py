@@ -224,15 +224,8 @@ def test_without_nvml_or_a_driver_or_ecc_nothing_is_claimed(monkeypatch):
 @pytest.mark.programs
 def test_under_torchrun_it_prints_a_table_a_verdict_and_exits_by_it(tmp_path):
     def check(ranks, *options):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            ranks,
-            "--master-port",
-            free_port(),
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+        command += ["--master-port", free_port()]
         command += ["-m", "course_lib.cluster", "--folder", str(tmp_path), *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
 
